@@ -1,0 +1,287 @@
+"""Every option of every stage: one dataclass a section of the YAML file.
+
+A stage's options are its sections side by side, so `options.train.lr` is `train: {lr: …}` in the file and
+`--lr` on the command line. `option()` holds what --help prints and what validation needs. `results=False`
+marks an option that cannot change what is computed (worker counts, time-outs): it may change on resume.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def option(
+    default: Any = None,
+    help: str = "",  # noqa: A002 - the word argparse uses
+    *,
+    unit: str = "",
+    flag: str = "",
+    choices: tuple[str, ...] = (),
+    minimum: float | None = None,
+    maximum: float | None = None,
+    results: bool = True,
+    path: bool = False,
+    command_line_only: bool = False,
+) -> Any:
+    """Return a dataclass field with its help text, unit, limits and role in the fingerprint."""
+    metadata = {
+        "help": help,
+        "unit": unit,
+        "flag": flag,
+        "choices": choices,
+        "minimum": minimum,
+        "maximum": maximum,
+        "results": results,
+        "path": path,
+        "command_line_only": command_line_only,
+    }
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def _common(default: Any, help: str, **more: Any) -> Any:  # noqa: A002
+    return option(default, help, results=False, command_line_only=True, **more)
+
+
+@dataclass
+class CommonOptions:
+    """Options that every stage has; they are given on the command line only."""
+
+    config: str = _common("", "YAML file with a section per stage plus model and engine", path=True)
+    run_dir: str = _common("", "directory of the run; each stage has a folder in it", path=True)
+    out: str | None = _common(None, "write this stage's result here instead of into the run directory", path=True)
+    dry_run: bool = _common(False, "print what would be read, written and launched, with estimates; change nothing")
+    print_config: bool = _common(False, "print the resolved configuration as YAML and stop")
+    restart: bool = _common(False, "move an existing result aside (nothing is deleted) and start anew")
+    limit: int | None = _common(None, "use only the first N inputs", unit="inputs", minimum=1)
+    json: bool = _common(False, "print the manifest as JSON on stdout at the end")
+    log_level: str = _common("info", "how much to print", choices=("debug", "info", "warning", "error"))
+
+
+@dataclass
+class ModelOptions:
+    """The verifier: the model that is to be sped up."""
+
+    path: str = option("", "folder of the verifier (Hugging Face layout)", flag="--model", path=True)
+    layers: list[int] = option(
+        [],
+        "three auxiliary layers (the residual stream entering each) and the last decoder layer, whose output is "
+        "the teacher state; empty: 2, N//2, N-3, N-1 for N layers",
+        unit="layer indexes",
+    )
+    trust_remote_code: bool = option(False, "run Python code that lies in the model folder (Kimi's tokenizer needs it)")
+
+
+@dataclass
+class EngineOptions:
+    """The inference engine; it may live in an interpreter of its own."""
+
+    kind: str = option("vllm", "which engine", flag="--engine", choices=("vllm", "sglang"))
+    python: str | None = option(
+        None, "interpreter that holds the engine; default: this one", flag="--engine-python", path=True, results=False
+    )
+    tensor_parallel_size: int = option(1, "GPUs that share the model", unit="GPUs", minimum=1, results=False)
+    env: dict[str, str] = option({}, "environment variables for the engine, as JSON", flag="--engine-env")
+    args: list[str] = option([], "arguments for the engine, passed through verbatim", flag="--engine-args")
+    startup_timeout_min: float = option(
+        60.0,
+        "give up on an engine that has not answered by then",
+        unit="minutes",
+        flag="--engine-startup-timeout-min",
+        minimum=0.1,
+        results=False,
+    )
+
+
+@dataclass
+class GenerateSection:
+    """Stage 01: prompts → traces."""
+
+    prompts: str = option("", "prompts, JSON lines with id and messages", path=True)
+    endpoint: str | None = option(None, "OpenAI-compatible server, such as http://127.0.0.1:8000/v1", results=False)
+    serve: bool = option(False, "start the engine on the model for this stage and stop it afterwards", results=False)
+    serve_args: list[str] = option([], "more arguments for the server of --serve (parsers and the like)")
+    served_model_name: str | None = option(None, "model name to ask for; default: the only one the server lists")
+    max_tokens: int = option(2048, "longest reply", unit="tokens", minimum=1)
+    max_model_len: int | None = option(
+        None, "longest prompt plus reply; longer prompts are skipped, replies clamped", unit="tokens", minimum=2
+    )
+    temperature: float = option(0.0, "sampling temperature; 0 is greedy", minimum=0.0)
+    top_p: float = option(1.0, "nucleus sampling", minimum=0.0, maximum=1.0)
+    seed: int = option(0, "sampling seed sent with each request")
+    chat_template_kwargs: dict[str, Any] = option({}, "arguments for the chat template, as JSON")
+    reasoning: str = option(
+        "optional", "whether replies must, may or must not reason", choices=("required", "optional", "off")
+    )
+    concurrency: int = option(64, "requests in flight", unit="requests", minimum=1, results=False)
+    request_timeout_s: float = option(600.0, "longest wait for one reply", unit="seconds", minimum=0.1, results=False)
+    retries: int = option(4, "tries after the first for errors that may pass", minimum=0, results=False)
+    max_failures: int = option(0, "failed prompts that are still a success", minimum=0, results=False)
+    max_consecutive_failures: int = option(
+        20, "stop after this many failures in a row: the server is gone", minimum=1, results=False
+    )
+
+
+@dataclass
+class ExtractSection:
+    """Stage 02: traces → hidden states."""
+
+    traces: str | None = option(None, "traces; default: the run's 01_traces", path=True, results=False)
+    backend: str = option("vllm", "vllm, or hf: the transformers reference", choices=("vllm", "hf"))
+    dtype: str = option("bfloat16", "precision of the verifier's weights", choices=("bfloat16", "float32"))
+    max_length: int = option(8192, "longest sequence; longer ones are skipped and counted", unit="tokens", minimum=2)
+    batch_tokens: int = option(
+        8192, "tokens in one prefill pass; at least max_length", unit="tokens", minimum=2, results=False
+    )
+    min_agreement: float = option(
+        0.9,
+        "smallest share of samples whose stored teacher state gives the engine's own next token",
+        minimum=0.0,
+        maximum=1.0,
+        results=False,
+    )
+    max_failures: int = option(0, "failed samples that are still a success", minimum=0, results=False)
+
+
+@dataclass
+class VocabSection:
+    """Stage 03: traces → draft vocabulary."""
+
+    traces: str | None = option(None, "traces; default: the run's 01_traces", path=True, results=False)
+    draft_vocab_size: int = option(32000, "tokens the drafter can propose", unit="tokens", minimum=1)
+
+
+@dataclass
+class TrainSection:
+    """Stage 04: states and mapping → drafter."""
+
+    states: str | None = option(None, "hidden states; default: the run's 02_states", path=True, results=False)
+    vocab: str | None = option(None, "vocabulary mapping; default: the run's 03_vocab", path=True, results=False)
+    epochs: int = option(5, "passes over the training samples", minimum=1)
+    lr: float = option(3e-5, "peak learning rate (AdamW)", minimum=0.0)
+    warmup_ratio: float = option(0.01, "share of the steps with rising learning rate", minimum=0.0, maximum=1.0)
+    min_lr_ratio: float = option(0.0, "learning rate at the end of the cosine, as a share of lr", minimum=0.0)
+    weight_decay: float = option(0.01, "AdamW weight decay of matrices (none on norms)", minimum=0.0)
+    adam_betas: list[float] = option([0.9, 0.95], "AdamW betas")
+    max_grad_norm: float = option(1.0, "gradients are scaled down to this norm", minimum=0.0)
+    batch_tokens: int = option(8192, "tokens packed into one batch of one process", unit="tokens", minimum=8)
+    accumulation: int = option(1, "batches summed up for one optimizer step", unit="batches", minimum=1)
+    ttt_steps: int = option(3, "training-time-test steps: how many tokens ahead the drafter is trained", minimum=1)
+    ttt_step_loss_decay: float = option(1.0, "weight of step k's loss is this to the power k", minimum=0.0)
+    loss: str = option("kl_div", "training loss", choices=("kl_div", "ce"))
+    intermediate_size: int | None = option(None, "width of the drafter's MLP; default: the verifier's dense one")
+    validation_fraction: float = option(0.05, "share of samples held out", minimum=0.0, maximum=0.9)
+    draft_tokens: int = option(3, "draft tokens of the predicted acceptance length", unit="tokens", minimum=1)
+    seed: int = option(0, "seed of initialisation and data order")
+    dtype: str = option("auto", "compute precision; auto: bfloat16 on GPUs, float32 on CPUs; weights are float32",
+                        choices=("auto", "bfloat16", "float32"))
+    gpus: int = option(1, "processes, one a GPU; more than one starts torchrun", unit="processes", minimum=1)
+    save_every_steps: int | None = option(
+        None, "checkpoint every N steps besides each epoch's end", unit="steps", minimum=1, results=False
+    )
+    keep_checkpoints: int = option(2, "newest checkpoints kept (best and last always)", minimum=1, results=False)
+    log_every_steps: int = option(10, "one log line every N steps", unit="steps", minimum=1, results=False)
+
+
+@dataclass
+class ExportSection:
+    """Stage 05: checkpoint → what an engine loads."""
+
+    checkpoint: str | None = option(None, "checkpoint; default: the run's 04_train/checkpoints/best", path=True,
+                                    results=False)
+    to: str = option("vllm", "engine that is to load it", choices=("vllm", "sglang"))
+    engine_version: str | None = option(None, "version of that engine; default: the installed one, else the newest")
+    serving_length: int | None = option(
+        None, "longest sequence that will be served; default: the verifier's", unit="tokens", minimum=1
+    )
+    check: bool = option(False, "only report; write nothing", results=False, command_line_only=True)
+
+
+@dataclass
+class BenchmarkSection:
+    """Stage 06: drafter → acceptance and speed-up."""
+
+    drafter: str | None = option(None, "exported drafter; default: the run's 05_export/<engine>", path=True,
+                                 results=False)
+    prompts: str = option("", "held-out prompts, JSON lines with id and messages", path=True)
+    draft_tokens: list[int] = option([3], "draft-token counts to measure", unit="tokens")
+    concurrency: list[int] = option([1, 8], "requests in flight to measure", unit="requests")
+    max_tokens: int = option(512, "longest reply", unit="tokens", minimum=1)
+    temperature: float = option(0.0, "sampling temperature; acceptance is predicted for 0 only", minimum=0.0)
+    warmup_prompts: int = option(2, "requests before measuring starts", unit="requests", minimum=0)
+    serve_args: list[str] = option([], "more arguments for the servers")
+    baseline_endpoint: str | None = option(None, "running server without drafter, instead of starting one")
+    drafter_endpoint: str | None = option(None, "running server with drafter, instead of starting one")
+    predict: bool = option(True, "predict the acceptance on these very replies (captures their hidden states)")
+    request_timeout_s: float = option(600.0, "longest wait for one reply", unit="seconds", minimum=0.1, results=False)
+
+
+@dataclass
+class GenerateOptions:
+    """Options of 01_generate_synthetic.py."""
+
+    common: CommonOptions = field(default_factory=CommonOptions)
+    model: ModelOptions = field(default_factory=ModelOptions)
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    generate: GenerateSection = field(default_factory=GenerateSection)
+
+
+@dataclass
+class ExtractOptions:
+    """Options of 02_extract_hidden_states.py."""
+
+    common: CommonOptions = field(default_factory=CommonOptions)
+    model: ModelOptions = field(default_factory=ModelOptions)
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    extract: ExtractSection = field(default_factory=ExtractSection)
+
+
+@dataclass
+class VocabOptions:
+    """Options of 03_build_vocab_mapping.py."""
+
+    common: CommonOptions = field(default_factory=CommonOptions)
+    model: ModelOptions = field(default_factory=ModelOptions)
+    vocab: VocabSection = field(default_factory=VocabSection)
+
+
+@dataclass
+class TrainOptions:
+    """Options of 04_train.py."""
+
+    common: CommonOptions = field(default_factory=CommonOptions)
+    model: ModelOptions = field(default_factory=ModelOptions)
+    train: TrainSection = field(default_factory=TrainSection)
+
+
+@dataclass
+class ExportOptions:
+    """Options of 05_fix_weight_keys.py."""
+
+    common: CommonOptions = field(default_factory=CommonOptions)
+    model: ModelOptions = field(default_factory=ModelOptions)
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    export: ExportSection = field(default_factory=ExportSection)
+
+
+@dataclass
+class BenchmarkOptions:
+    """Options of 06_benchmark.py."""
+
+    common: CommonOptions = field(default_factory=CommonOptions)
+    model: ModelOptions = field(default_factory=ModelOptions)
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    benchmark: BenchmarkSection = field(default_factory=BenchmarkSection)
+
+
+# Every section that a YAML file may hold.
+SECTIONS: dict[str, type] = {
+    "model": ModelOptions,
+    "engine": EngineOptions,
+    "generate": GenerateSection,
+    "extract": ExtractSection,
+    "vocab": VocabSection,
+    "train": TrainSection,
+    "export": ExportSection,
+    "benchmark": BenchmarkSection,
+}

