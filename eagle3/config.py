@@ -5,6 +5,7 @@ is found before stage 01 has spent a night.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import json
@@ -30,7 +31,7 @@ def parse(options_class: type[Options], arguments: list[str], documentation: str
     the wrong type or out of its limits. `--help` prints and exits 0.
     """
     parser = build_parser(options_class, documentation)
-    given, unknown = parser.parse_known_args(arguments)
+    given, unknown = parser.parse_known_args(_joined(options_class, arguments))
     if unknown:
         raise _unknown_flag(parser, unknown[0])
     sections = read_yaml(Path(given.common__config)) if getattr(given, "common__config", "") else {}
@@ -39,9 +40,8 @@ def parse(options_class: type[Options], arguments: list[str], documentation: str
         section, key = name.split("__", 1)
         values.setdefault(section, {})[key] = value
     built = {}
-    for section in dataclasses.fields(options_class):  # type: ignore[arg-type]
-        section_class = typing.cast(type, section.type)
-        built[section.name] = _build_section(section_class, section.name, values.get(section.name, {}))
+    for part in dataclasses.fields(options_class):  # type: ignore[arg-type]
+        built[part.name] = _build_section(typing.cast(type, part.type), part.name, values.get(part.name, {}))
     return options_class(**built)
 
 
@@ -61,6 +61,23 @@ def build_parser(options_class: type, documentation: str) -> argparse.ArgumentPa
     return parser
 
 
+def _joined(options_class: type, arguments: list[str]) -> list[str]:
+    """Return the arguments with `--engine-args --x` as `--engine-args=--x`: argparse would take --x for a flag."""
+    words_flags = {
+        flag_of(item)
+        for section in dataclasses.fields(options_class)
+        for item in dataclasses.fields(typing.cast(type, section.type))
+        if item.type == list[str]
+    }
+    joined: list[str] = []
+    for word in arguments:
+        if joined and joined[-1] in words_flags:
+            joined[-1] += "=" + word
+        else:
+            joined.append(word)
+    return joined
+
+
 def flag_of(item: dataclasses.Field[Any]) -> str:
     """Return the command-line flag of an option."""
     return item.metadata["flag"] or "--" + item.name.replace("_", "-")
@@ -72,7 +89,7 @@ def read_yaml(path: Path) -> dict[str, dict[str, Any]]:
         content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except FileNotFoundError:
         raise UsageError("the configuration file does not exist", where=path, fix="give it with --config") from None
-    except (yaml.YAMLError, OSError) as error:
+    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
         raise UsageError("the configuration file is not YAML", where=path, found=error) from None
     if not isinstance(content, dict):
         raise UsageError("the configuration file must hold sections", where=path, found=type(content).__name__)
@@ -88,11 +105,27 @@ def read_yaml(path: Path) -> dict[str, dict[str, Any]]:
 def to_dict(options: Any) -> dict[str, dict[str, Any]]:
     """Return the options as {section: {name: value}}; secrets in engine.env are replaced by '***'."""
     result: dict[str, dict[str, Any]] = dataclasses.asdict(options)
-    environment = result.get("engine", {}).get("env", {})
-    for name in environment:
-        if any(word in name.upper() for word in ("KEY", "TOKEN", "SECRET", "PASSWORD")):
-            environment[name] = "***"
+    if "engine" in result:
+        result["engine"]["env"] = _masked(result["engine"]["env"])
     return result
+
+
+def without_secrets(argv: list[str]) -> list[str]:
+    """Return a command line in which the secrets of --engine-env are replaced by '***'."""
+    shown = list(argv)
+    for i, word in enumerate(argv):
+        flag, equals, value = word.partition("=")
+        if flag != "--engine-env":
+            continue
+        at, value = (i, value) if equals else (i + 1, (argv + [""])[i + 1])
+        with contextlib.suppress(ValueError, TypeError, IndexError):
+            shown[at] = (flag + equals if equals else "") + json.dumps(_masked(dict(json.loads(value))))
+    return shown
+
+
+def _masked(environment: dict[str, Any]) -> dict[str, Any]:
+    words = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+    return {k: "***" if any(word in str(k).upper() for word in words) else v for k, v in environment.items()}
 
 
 def to_yaml(options: Any) -> str:
@@ -108,7 +141,8 @@ def result_options(options: Any) -> dict[str, Any]:
             continue
         for item in dataclasses.fields(getattr(options, section.name)):
             if item.metadata["results"] and not (section.name == "model" and item.name == "path"):
-                value = getattr(getattr(options, section.name), item.name)
+                value: Any = getattr(getattr(options, section.name), item.name)
+                value = _masked(value) if (section.name, item.name) == ("engine", "env") else value
                 chosen[f"{section.name}.{item.name}"] = Path(value).name if item.metadata["path"] and value else value
     return chosen
 
@@ -144,7 +178,8 @@ def _add_flag(group: Any, section: str, item: dataclasses.Field[Any]) -> None:
 
 
 def _help_text(item: dataclasses.Field[Any]) -> str:
-    default = item.default if item.default is not dataclasses.MISSING else item.default_factory()  # type: ignore[misc]
+    factory = item.default_factory
+    default = item.default if factory is dataclasses.MISSING else factory()
     unit = f" [{item.metadata['unit']}]" if item.metadata["unit"] else ""
     shown = "" if default in (None, "", [], {}) else f" (default: {default})"
     return (item.metadata["help"] + unit + shown).replace("%", "%%")

@@ -7,6 +7,7 @@ SHA-256 is recorded by whoever counts it as done.
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -17,6 +18,7 @@ from typing import Any
 from eagle3.errors import PreconditionError
 
 TEMPORARY_PREFIX = ".tmp-"
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _SAMPLE_BYTES = 1 << 16
 
 
@@ -45,7 +47,7 @@ def replacing(path: Path) -> Iterator[Path]:
         os.replace(temporary, path)
         fsync_directory(path.parent)
     except OSError as error:
-        if error.errno in (28, 122):  # ENOSPC, EDQUOT
+        if error.errno in DISK_FULL:
             raise disk_full(path) from error
         raise
     finally:
@@ -54,7 +56,8 @@ def replacing(path: Path) -> Iterator[Path]:
 
 def disk_full(path: Path) -> PreconditionError:
     """Return the error for a full disk, naming the path and what is free."""
-    stat = os.statvfs(path.parent)
+    existing = next(parent for parent in path.absolute().parents if parent.exists())
+    stat = os.statvfs(existing)
     return PreconditionError(
         "the disk is full; what was finished before is intact",
         where=path,
@@ -71,7 +74,7 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Replace `path` atomically with `value` as indented JSON."""
-    write_bytes(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+    write_bytes(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode(errors="backslashreplace"))
 
 
 def replace_symlink(link: Path, target: str) -> None:
@@ -170,7 +173,8 @@ class Appender:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self.repaired_bytes = repair_tail(path)
-        self._file = open(path, "ab")  # noqa: SIM115 - lives as long as the object
+        # Unbuffered: a buffer would keep the rest of a row that did not fit on the disk and write it later.
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - lives as long as the object
         fsync_directory(path.parent)
 
     def append(self, rows: Iterable[dict[str, Any]]) -> None:
@@ -178,13 +182,14 @@ class Appender:
         data = b"".join(encode_line(row) for row in rows)
         start = os.fstat(self._file.fileno()).st_size
         try:
-            self._file.write(data)
-            self._file.flush()
+            written = 0
+            while written < len(data):
+                written += self._file.write(data[written:])
             os.fsync(self._file.fileno())
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file.fileno(), start)
-            if error.errno in (28, 122):
+            if error.errno in DISK_FULL:
                 raise disk_full(self.path) from error
             raise
 

@@ -24,6 +24,7 @@ def set_up(log_file: Path | None, level: str) -> None:
         file = logging.FileHandler(log_file, mode="a", encoding="utf-8", errors="backslashreplace")
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s"))
         logger.addHandler(file)
+    logging.raiseExceptions = False  # a full disk must not print a traceback for every line
     logger.setLevel(logging.DEBUG)
     logger.propagate = False
 

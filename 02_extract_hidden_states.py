@@ -1,0 +1,199 @@
+"""Stage 02: hidden states of the verifier for every trace.
+
+Reads   01_traces (or --traces) and the verifier (--model).
+Writes  02_states: an Arrow dataset (input_ids, loss_mask, seq_len, id), hidden_states/hs_{i}.safetensors with
+        hidden_states [T, 4, H] and token_ids [T], and index.jsonl with a checksum per sample.
+        `speculators train --data-path` reads the same folder.
+Needs   the engine (GPUs for a large verifier); about 4 x H x 2 bytes of disk per token.
+
+Prefill only, inside vLLM, at any tensor-parallel size; --backend hf is the transformers reference.
+Every sample proves itself: the stored teacher state must give the engine's own next token.
+
+  python 02_extract_hidden_states.py --config configs/kimi-k2.5.yaml --run-dir runs/kimi
+  python 02_extract_hidden_states.py --config configs/smollm2-135m.yaml --run-dir runs/smol --backend hf --out runs/smol/02_states_hf
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eagle3 import config, files, log, verifier
+from eagle3.errors import FailureLimitError, PreconditionError, StaleError
+from eagle3.log import logger
+from eagle3.options import ExtractOptions
+from eagle3.stage import Stage, main, require_free_disk
+
+if TYPE_CHECKING:
+    from eagle3.states import Sample, StateStore
+
+
+def run(options: ExtractOptions, stage: Stage) -> None:
+    """Capture what is not captured yet, then write the dataset."""
+    extract = options.extract
+    model = Path(config.require(options.model.path, "--model", "the verifier"))
+    facts = verifier.read(model)
+    layers = facts.layers(options.model.layers)
+    traces = stage.path_of(extract.traces, "01_traces")
+    upstream = stage.upstream(traces, "--traces")
+    if stage.common.dry_run:
+        return describe(options, stage, facts, upstream)
+
+    identity = {"traces": upstream["fingerprint"], "model": files.model_identity(model)}
+    results = config.result_options(options) | {"model.layers": layers}
+    stage.open(inputs=identity, results=results, grows=True, stale_on=("model", "traces"))
+
+    from eagle3.states import StateStore
+
+    store = StateStore(stage.directory)
+    samples, skipped = plan(traces, store, extract.max_length, stage.common.limit)
+    content = files.sha256_json([sample.digest for sample in samples])
+    done = store.complete(store.index())
+    if stage.finished(content, len(samples) - len(done)):
+        return None
+    todo = [sample for sample in samples if sample.i not in done]
+    require_free_disk(stage.directory, bytes_needed(todo, facts.hidden_size, extract.dtype), f"{len(todo)} samples")
+    failed, agreement = capture(options, stage, store, samples, done) if todo else ([], None)
+    outputs = store.finish(samples)
+    stage.complete(
+        counts={
+            "expected": len(samples) + sum(skipped.values()),
+            "done": len(samples) - len(failed),
+            "skipped": skipped,
+            "failed": len(failed),
+            "tokens": sum(len(sample.input_ids) for sample in samples),
+            "supervised_tokens": sum(sum(sample.loss_mask) for sample in samples),
+        },
+        outputs={path.name: path for path in outputs},
+        layers=layers,
+        hidden_size=facts.hidden_size,
+        agreement=agreement,
+        content=content,
+    )
+    if len(failed) > extract.max_failures:
+        raise FailureLimitError(
+            f"{len(failed)} of {len(samples)} samples failed",
+            where=stage.directory,
+            expected=f"at most {extract.max_failures} (--max-failures)",
+            found="\n".join(f"{entry['i']}: {entry['error']}" for entry in failed[:10]),
+            fix="run the same command again: only these are tried again",
+        )
+    return None
+
+
+def plan(
+    traces: Path, store: "StateStore", max_length: int, limit: int | None
+) -> "tuple[list[Sample], dict[str, int]]":
+    """Number the traces: known ones keep their number, new ones follow in the order of their ids.
+
+    The order of ids, not of completion, so that the numbering does not depend on how stage 01 was scheduled.
+    Raises StaleError when a captured trace has changed since.
+    """
+    from eagle3 import traces as trace_rows
+    from eagle3.states import Sample
+
+    known = {row["id"]: row for row in store.index().values()}
+    numbered, fresh = [], []
+    skipped = {"too_long": 0, "nothing_generated": 0}
+    rows = sorted(trace_rows.read_traces(traces / "traces.jsonl"), key=lambda row: row["id"])
+    for row in rows[:limit]:
+        ids, mask = trace_rows.sequence(row)
+        digest = trace_rows.row_digest(row)
+        if len(ids) > max_length or not any(mask):
+            skipped["too_long" if len(ids) > max_length else "nothing_generated"] += 1
+            continue
+        before = known.get(row["id"])
+        if before is None:
+            fresh.append((row["id"], digest, ids, mask))
+        elif before["digest"] != digest:
+            raise StaleError(
+                "a trace has changed since its states were captured",
+                where=f"trace {row['id']}",
+                expected=before["digest"],
+                found=digest,
+                fix="capture into another directory with --out, or start anew with --restart",
+            )
+        else:
+            numbered.append(Sample(before["i"], row["id"], digest, ids, mask))
+    first = 1 + max((sample.i for sample in numbered), default=-1)
+    samples = numbered + [Sample(first + k, *rest) for k, rest in enumerate(fresh)]
+    samples.sort(key=lambda sample: sample.i)
+    if not samples:
+        raise PreconditionError("no trace can be captured", where=traces, found=f"skipped: {skipped}")
+    if any(skipped.values()):
+        logger.warning("skipped traces: %s (limit %d tokens)", skipped, max_length)
+    return samples, skipped
+
+
+def capture(
+    options: ExtractOptions, stage: Stage, store: "StateStore", samples: "list[Sample]", done: set[int]
+) -> tuple[list[dict[str, Any]], float]:
+    """Run every batch that has a missing sample; return (failed entries, agreement)."""
+    from eagle3.extraction import AgreementCheck, Capture, batches
+
+    extract = options.extract
+    store.sweep()
+    by_number = {sample.i: sample for sample in samples}
+    failed: list[dict[str, Any]] = []
+    total = sum(len(sample.input_ids) for sample in samples)
+    already = sum(len(by_number[i].input_ids) for i in done if i in by_number)
+    progress = stage.progress("states", total, "tokens", already)
+    check = AgreementCheck(verifier.read(Path(options.model.path)), store, extract.min_agreement)
+    with Capture(
+        stage,
+        options.model,
+        options.engine,
+        store,
+        backend=extract.backend,
+        dtype=extract.dtype,
+        max_length=extract.max_length,
+        batch_tokens=extract.batch_tokens,
+    ) as child:
+        for batch in batches(samples, max(extract.batch_tokens, extract.max_length)):
+            missing = {sample.i for sample in batch} - done
+            if not missing:
+                continue
+            stage.check_stop()
+            entries = child.run(batch, missing)
+            good = [entry for entry in entries if "error" not in entry]
+            check.add(good)
+            store.append(entry | by_number[entry["i"]].identity() for entry in entries)
+            failed += [entry for entry in entries if "error" in entry]
+            progress.update(sum(entry["tokens"] for entry in good), failed=len(entries) - len(good))
+    progress.close()
+    for entry in failed:
+        logger.error("sample %d (%s): %s", entry["i"], by_number[entry["i"]].id, entry["error"])
+    check.judge()
+    logger.info("teacher states give the engine's next token on %d of %d samples", check.agreed, check.checked)
+    return failed, check.ratio
+
+
+def bytes_needed(samples: "list[Sample]", hidden_size: int, dtype: str) -> int:
+    """Return the bytes that the states of these samples take on disk."""
+    from eagle3.states import bytes_per_token
+
+    return sum(len(sample.input_ids) for sample in samples) * bytes_per_token(hidden_size, dtype)
+
+
+def describe(options: ExtractOptions, stage: Stage, facts: verifier.Verifier, upstream: dict[str, Any]) -> None:
+    """Print what a run would do, from manifests and JSON files only."""
+    from eagle3.states import bytes_per_token
+
+    counts = upstream["counts"]
+    samples = counts["done"]
+    tokens = counts.get("prompt_tokens", 0) + counts.get("completion_tokens", 0)
+    if stage.common.limit and samples > stage.common.limit:
+        tokens = tokens * stage.common.limit // samples
+        samples = stage.common.limit
+    per_token = bytes_per_token(facts.hidden_size, options.extract.dtype)
+    needed = tokens * per_token
+    logger.info("reads   %s (%d samples, %s tokens)", stage.path_of(options.extract.traces, "01_traces"), samples,
+                f"{tokens:,}")
+    logger.info("verifier %s: %s, %d layers, hidden %d; captures %s", facts.folder, facts.architecture,
+                facts.num_layers, facts.hidden_size, facts.layers(options.model.layers))
+    logger.info("writes  %s: %s (%s a token, %s a sample on average; estimate)", stage.directory, log.size(needed),
+                log.size(per_token), log.size(needed / max(1, samples)))
+    logger.info("starts  %s backend, tensor parallel %d", options.extract.backend, options.engine.tensor_parallel_size)
+    require_free_disk(stage.directory, needed, f"{samples} samples")
+
+
+if __name__ == "__main__":
+    main(__doc__, ExtractOptions, run)

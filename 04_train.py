@@ -1,0 +1,296 @@
+"""Stage 04: train an EAGLE-3 drafter on the captured states.
+
+Reads   02_states (or --states), 03_vocab (or --vocab), and of the verifier the embedding, norm and head.
+Writes  04_train/checkpoints/step_{n} with `best` and `last` pointing into it, each with the served form
+        (model.safetensors, config.json) and the float32 state for an exact resume; metrics.jsonl.
+Needs   one GPU, several with --gpus N, or a CPU for small models.
+
+Trained: fc, one decoder layer, norm, lm_head. After each epoch the held-out samples give the accuracy by TTT
+step and the predicted acceptance length: draft rounds walked as the engine will, no adding up of accuracies.
+
+  python 04_train.py --config configs/kimi-k2.5.yaml --run-dir runs/kimi --gpus 8
+  python 04_train.py --config configs/smollm2-135m.yaml --run-dir runs/smol --lr 3e-4 --out runs/smol/04_train_lr3e-4
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eagle3 import config, files, log, verifier
+from eagle3.errors import Interrupted, PreconditionError
+from eagle3.log import logger
+from eagle3.options import TrainOptions
+from eagle3.stage import EXIT_FILE, Stage, main, require_free_disk
+
+if TYPE_CHECKING:
+    from eagle3.batches import TrainingSample
+    from eagle3.training import Plan, Trainer
+
+
+def run(options: TrainOptions, stage: Stage) -> None:
+    """Train from the newest checkpoint, or from the start, to the last epoch."""
+    train = options.train
+    facts = verifier.read(Path(config.require(options.model.path, "--model", "the verifier")))
+    states, mapping = stage.path_of(train.states, "02_states"), stage.path_of(train.vocab, "03_vocab")
+    upstream = {"states": stage.upstream(states, "--states"), "vocab": stage.upstream(mapping, "--vocab")}
+    check_lineage(upstream, facts, states, mapping)
+    if stage.common.dry_run:
+        return describe(options, stage, facts, upstream)
+    if train.gpus > 1 and "RANK" not in os.environ:
+        return launch(stage, train.gpus)
+    if not open_once(options, stage, upstream):
+        return None
+
+    import torch
+
+    from eagle3 import batches, drafter, trainstate, vocab
+    from eagle3.states import StateStore, load_dataset
+    from eagle3.training import Plan, Processes, Trainer
+
+    processes = Processes.start()
+    try:
+        store = StateStore(states)
+        _, _, masks = load_dataset(states)
+        samples = batches.read_samples(store, masks, stage.common.limit)
+        training, held_out = batches.split(samples, train.validation_fraction, train.seed)
+        plan = Plan(training, train, train.accumulation * processes.world)
+        d2t, t2d = vocab.load_mapping(mapping / vocab.MAPPING)
+        attention = train.attention if train.attention != "auto" else (
+            "flex" if torch.cuda.is_available() else "documents")
+        model = drafter.build(facts, upstream["states"]["layers"], d2t, t2d,
+                              drafter.layer_shape(facts, train.intermediate_size), seed=train.seed,
+                              attention=attention).to(processes.device)
+        trainer = Trainer(model, store, train, processes)
+        loop = Loop(stage, facts, trainer, plan, held_out)
+        packed = plan.packed(0)
+        logger.info(
+            "%d training and %d held-out samples; %d steps of %d batches x %d tokens, packed to %.1f%%; %s trained "
+            "parameters; %s", len(training), len(held_out), plan.total_steps, plan.batches_per_step,
+            train.batch_tokens, 100 * batches.efficiency(packed, train.batch_tokens),
+            f"{sum(p.numel() for p in trainstate.trainable(model).values()):,}", processes.device)
+        loop.run()
+        if processes.rank == 0:
+            loop.complete(len(training))
+    finally:
+        processes.stop()
+    return None
+
+
+def open_once(options: TrainOptions, stage: Stage, upstream: dict[str, dict[str, Any]]) -> bool:
+    """Lock and open the stage in the first process; the others follow it without writing."""
+    train = options.train
+    world = int(os.environ.get("WORLD_SIZE", str(train.gpus)))
+    results = config.result_options(options)
+    for name in ("train.gpus", "train.accumulation"):
+        del results[name]
+    results |= {"train.batches_per_step": world * train.accumulation, "common.limit": stage.common.limit}
+    if int(os.environ.get("RANK", "0")) > 0:
+        return True
+    identities = {name: manifest["identity"] for name, manifest in upstream.items()}
+    identities["model"] = files.sha256_json(files.model_identity(Path(options.model.path)))
+    return stage.open(inputs=identities, results=results)
+
+
+class Loop:
+    """The story of a training run: epochs, checkpoints, validation, the last line."""
+
+    def __init__(self, stage: Stage, facts: verifier.Verifier, trainer: "Trainer", plan: "Plan",
+                 held_out: "list[TrainingSample]") -> None:
+        self.stage, self.facts, self.trainer, self.plan, self.held_out = stage, facts, trainer, plan, held_out
+        self.options = trainer.options
+        self.root = stage.directory / "checkpoints"
+        self.first = trainer.processes.rank == 0
+        self.counters: dict[str, Any] = {"step": 0, "epoch": 0, "epoch_end": False, "best": None,
+                                         "validation": None, "total_steps": plan.total_steps}
+        self.rows: list[dict[str, Any]] = []
+        self.metrics = stage.directory / "metrics.jsonl"
+
+    def run(self) -> None:
+        """Resume, then train epoch by epoch."""
+        self.resume()
+        total = self.plan.total_steps
+        progress = self.stage.progress("training", total, "steps", self.counters["step"]) if self.first else None
+        self.saved_at = time.monotonic()
+        for epoch in range(self.counters["epoch"], self.options.epochs):
+            self.epoch(epoch, progress)
+        if progress:
+            progress.close()
+
+    def resume(self) -> None:
+        """Load the newest complete checkpoint and drop metrics past it."""
+        from eagle3 import trainstate
+
+        self.root.mkdir(parents=True, exist_ok=True)
+        newest = trainstate.newest(self.root)
+        if newest is not None:
+            self.counters = trainstate.load(newest, self.trainer.model, self.trainer.optimizer)
+            logger.info("resuming at step %d of %d from %s", self.counters["step"], self.plan.total_steps, newest)
+        if self.first:
+            kept = [row for _, row in files.read_jsonl(self.metrics) if row["step"] <= self.counters["step"]]
+            files.write_bytes(self.metrics, b"".join(files.encode_line(row) for row in kept))
+
+    def epoch(self, epoch: int, progress: log.Progress | None) -> None:
+        """Train the steps of one epoch that are not done, then validate and save."""
+        from eagle3 import training
+
+        steps = self.plan.steps(epoch)
+        begin = self.counters["step"] - sum(self.plan.steps_per_epoch[:epoch])
+        loader = self.trainer.loader(steps[begin:])
+        stream, rate = iter(loader), training.Throughput()
+        try:
+            for members in steps[begin:]:
+                batches = [next(stream) for _ in range(self.options.accumulation)]
+                supervised = sum(training.supervised(batch, self.options.batch_tokens) for batch in members)
+                lr = training.learning_rate(self.counters["step"], self.plan.total_steps, self.options)
+                figures = self.trainer.step(batches, supervised, lr)
+                self.counters |= {"step": self.counters["step"] + 1, "epoch": epoch, "epoch_end": False}
+                tokens = sum(min(s.length, self.options.batch_tokens) for batch in members for s in batch)
+                self.record(figures, rate.add(tokens), progress)
+                self.save_if_due()
+        finally:
+            loader.close()
+        self.end_epoch(epoch)
+
+    def record(self, figures: dict[str, float], tokens_per_s: float, progress: log.Progress | None) -> None:
+        """Keep the step's metrics (no times in them: a resumed run writes the same file) and show progress."""
+        step = self.counters["step"]
+        self.rows.append({"kind": "train", "step": step, "epoch": self.counters["epoch"], **figures})
+        if progress is None:
+            return
+        note = f"loss {figures['loss']:.4f}, lr {figures['lr']:.2e}, {tokens_per_s:,.0f} tok/s"
+        progress.update(1, note=note)
+        if step % self.options.log_every_steps == 0:
+            logger.info("step %d/%d (%.0f%%) %s, grad norm %.3f", step, self.plan.total_steps,
+                        100 * step / self.plan.total_steps, note, figures["grad_norm"])
+
+    def save_if_due(self) -> None:
+        """Save in the middle of an epoch when it is time, or when a signal asks to stop."""
+        stop = self.trainer.processes.any(self.stage.signal is not None)
+        every = self.options.save_every_steps
+        due = bool(every) and self.counters["step"] % (every or 1) == 0
+        late = time.monotonic() - self.saved_at > 60 * self.options.save_every_min
+        if stop or due or self.trainer.processes.any(late):
+            self.save()
+        if stop:
+            raise Interrupted(self.stage.signal or signal.SIGTERM)
+
+    def end_epoch(self, epoch: int) -> None:
+        """Validate, remember the best, save."""
+        single = self.trainer.processes.world == 1
+        self.counters |= {"epoch": epoch + 1, "epoch_end": True}
+        if self.held_out:
+            result = self.trainer.validate(self.held_out, self.stage.check_stop if single else None)
+            best = self.counters["best"]
+            if best is None or result["acceptance"]["length"] > best["acceptance"]["length"]:
+                self.counters["best"] = result | {"step": self.counters["step"]}
+            self.counters["validation"] = result
+            self.rows.append({"kind": "validation", "step": self.counters["step"], "epoch": epoch + 1, **result})
+            logger.info(
+                "epoch %d: validation loss %.4f, accuracy by step %s, predicted acceptance length %.3f (by position "
+                "%s)", epoch + 1, result["loss"], percentages(result["accuracy_by_step"]),
+                result["acceptance"]["length"], percentages(result["acceptance"]["by_position"]))
+        else:
+            self.counters["best"] = {"step": self.counters["step"]}
+        self.save()
+
+    def save(self) -> None:
+        """Write a checkpoint and the metrics up to it; links and pruning follow the complete checkpoint."""
+        from eagle3 import trainstate
+
+        self.saved_at = time.monotonic()
+        if self.first:
+            with files.Appender(self.metrics) as appender:
+                appender.append(self.rows)
+            folder = trainstate.save(self.root, self.counters["step"], self.trainer.model, self.facts,
+                                     self.trainer.optimizer, self.counters)
+            trainstate.point_to(self.root, "last", folder)
+            best = self.counters["best"]
+            if best and best["step"] == self.counters["step"]:
+                trainstate.point_to(self.root, "best", folder)
+            trainstate.prune(self.root, self.options.keep_checkpoints)
+        self.rows = []
+
+    def complete(self, training_samples: int) -> None:
+        """Write the manifest of a finished run."""
+        best = self.counters["best"]
+        outputs = {"best": self.root / "best" / "model.safetensors", "last": self.root / "last" / "model.safetensors",
+                   "metrics": self.metrics}
+        self.stage.complete(
+            counts={"expected": self.plan.total_steps, "done": self.counters["step"],
+                    "training_samples": training_samples, "validation_samples": len(self.held_out)},
+            outputs=outputs,
+            best=best,
+            last=self.counters["validation"],
+        )
+        if "acceptance" in best:
+            logger.info("best checkpoint: step %d, predicted acceptance length %.3f at %d draft tokens",
+                        best["step"], best["acceptance"]["length"], self.options.draft_tokens)
+
+
+def percentages(values: list[float]) -> str:
+    """Return shares as 38.0 / 15.7 / 6.4%."""
+    return " / ".join(f"{100 * value:.1f}" for value in values) + "%"
+
+
+def check_lineage(upstream: dict[str, dict], facts: verifier.Verifier, states: Path, mapping: Path) -> None:
+    """Refuse states and a mapping that do not belong to this verifier or were made from other traces."""
+    if upstream["states"]["hidden_size"] != facts.hidden_size:
+        raise PreconditionError("the states are of another model", where=states,
+                                expected=f"hidden size {facts.hidden_size}",
+                                found=upstream["states"]["hidden_size"], fix="check --model and --states")
+    if upstream["vocab"]["vocab_size"] != facts.vocab_size:
+        raise PreconditionError("the mapping is of another model", where=mapping,
+                                expected=f"{facts.vocab_size} target tokens",
+                                found=upstream["vocab"]["vocab_size"], fix="check --model and --vocab")
+
+
+def describe(options: TrainOptions, stage: Stage, facts: verifier.Verifier, upstream: dict[str, dict]) -> None:
+    """Print what a run would do, from manifests only (estimates are marked)."""
+    train, counts = options.train, upstream["states"]["counts"]
+    draft_vocab = upstream["vocab"]["draft_vocab_size"]
+    hidden, inner = facts.hidden_size, train.intermediate_size or int(facts.config["intermediate_size"])
+    trained = 3 * hidden * hidden + 6 * hidden * hidden + 3 * hidden * inner + draft_vocab * hidden
+    steps = -(-counts["tokens"] * (1 - train.validation_fraction) // (train.batch_tokens * train.accumulation
+                                                                       * train.gpus)) * train.epochs
+    checkpoint = trained * (2 + 12)
+    logger.info("reads   %d samples, %s tokens; draft vocabulary %s", counts["done"], f"{counts['tokens']:,}",
+                f"{draft_vocab:,}")
+    logger.info("trains  about %s parameters (estimate), %d epochs, about %d steps (estimate), %d TTT steps",
+                f"{trained:,}", train.epochs, steps, train.ttt_steps)
+    logger.info("writes  %s: %s a checkpoint (estimate), up to %d kept", stage.directory / "checkpoints",
+                log.size(checkpoint), train.keep_checkpoints + 2)
+    logger.info("starts  %s", f"torchrun with {train.gpus} processes" if train.gpus > 1 else "one process")
+    require_free_disk(stage.directory, checkpoint * (train.keep_checkpoints + 2), "the checkpoints")
+
+
+def launch(stage: Stage, gpus: int) -> None:
+    """Run this script under torchrun and end with the first process's own exit code.
+
+    torchrun turns every failure into 1, so the worker leaves its code in a file. A signal to this process goes
+    to torchrun, which passes it on once; the workers save and stop.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        code_file = Path(folder) / "exit"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus),
+                   *sys.argv]
+        child = subprocess.Popen(command, env={**os.environ, EXIT_FILE: str(code_file)}, start_new_session=True)
+        stage.on_stop(lambda: os.killpg(child.pid, signal.SIGKILL))
+        passed_on = False
+        while child.poll() is None:
+            if stage.signal is not None and not passed_on:
+                child.terminate()
+                passed_on = True
+            time.sleep(0.1)
+        code = int(code_file.read_text()) if code_file.exists() else child.returncode
+    if stage.signal is not None:
+        raise Interrupted(stage.signal)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main(__doc__, TrainOptions, run)

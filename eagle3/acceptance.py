@@ -1,0 +1,205 @@
+"""Predicted acceptance: recorded verifier output walked in draft rounds, as an engine would.
+
+Adding up accuracies by step overstates acceptance, because rounds start where drafting has just failed. So the
+walk does what the engine does: from the last known token draft k tokens, accept the longest correct prefix,
+take one token from the verifier, go on from there. Valid for greedy output of this verifier on this engine.
+"""
+
+import contextlib
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eagle3 import drafter as drafters
+from eagle3 import files
+from eagle3 import verifier as verifiers
+from eagle3.batches import Batch, TrainingSample, collate
+from eagle3.states import Sample, StateStore
+
+
+@dataclass
+class Acceptance:
+    """Counts over draft rounds, pooled over sequences.
+
+    Attributes:
+        rounds: draft rounds walked.
+        accepted: accepted[k] is how many rounds accepted at least k + 1 draft tokens.
+    """
+
+    rounds: int = 0
+    accepted: list[int] = field(default_factory=list)
+
+    @property
+    def length(self) -> float:
+        """Tokens per round, the verifier's own token included: 1 + accepted / rounds."""
+        return 1.0 + sum(self.accepted) / self.rounds if self.rounds else 1.0
+
+    @property
+    def by_position(self) -> list[float]:
+        """Share of rounds in which draft position k was accepted (cumulative, as engines count)."""
+        return [count / self.rounds if self.rounds else 0.0 for count in self.accepted]
+
+    def add(self, other: "Acceptance") -> None:
+        """Pool with another count."""
+        if not self.accepted:
+            self.accepted = [0] * len(other.accepted)
+        self.rounds += other.rounds
+        self.accepted = [a + b for a, b in zip(self.accepted, other.accepted, strict=True)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures as JSON values."""
+        return {"length": self.length, "by_position": self.by_position, "rounds": self.rounds}
+
+
+def walk(ids: list[int], drafted: list[list[int]], first_generated: int, draft_tokens: int) -> Acceptance:
+    """Walk one sequence in draft rounds.
+
+    Args:
+        ids: tokens of the sequence [T], the prompt first.
+        drafted: drafted[s][p] is the target id predicted at TTT step s from shifted position p, that is, for
+            token p + 2 + s given the true tokens before it (as long as a round is accepted, they are what the
+            drafter has drafted itself).
+        first_generated: index of the first generated token, which the verifier makes without a draft.
+        draft_tokens: k, tokens drafted a round.
+    """
+    result = Acceptance(0, [0] * draft_tokens)
+    known = first_generated  # index of the last token that is known
+    while known < len(ids) - 1:
+        result.rounds += 1
+        count = 0
+        while count < draft_tokens and known + 1 + count < len(ids):
+            if drafted[count][known - 1] != ids[known + 1 + count]:
+                break
+            result.accepted[count] += 1
+            count += 1
+        known += count + 1
+    return result
+
+
+def draft(
+    model: Any, batch: Batch, steps: int, *, with_loss: bool = False, autocast: Any = None, **loss_arguments: Any
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Run the drafter over a batch and return what it drafts at each step, as target ids.
+
+    Returns:
+        (drafted, metrics): drafted[s] is [T] int64 on the CPU, the top-1 target id of TTT step s at each
+        shifted position; metrics are speculators' loss sums (empty without `with_loss`).
+    """
+    inputs = on_device(batch, model.fc.weight, with_teacher=with_loss)
+    with torch.inference_mode(), autocast or contextlib.nullcontext():
+        result = drafters.run(model, **inputs, ttt_steps=steps, **loss_arguments)
+    tokens, metrics = (result[0], result[2]) if with_loss else (result, {})
+    rows = [step[0] if model.d2t is None else step[0] + model.d2t[step[0]] for step in tokens]
+    return [row.cpu() for row in rows], metrics
+
+
+def on_device(batch: Batch, like: torch.Tensor, *, with_teacher: bool = True) -> dict[str, Any]:
+    """Return a batch's inputs on the device of `like`, the states in its dtype."""
+    inputs = dict(batch.inputs)
+    if not with_teacher:
+        del inputs["verifier_last_hidden_states"], inputs["loss_mask"]
+    return {
+        name: value.to(like.device, like.dtype if value.is_floating_point() else None, non_blocking=True)
+        if isinstance(value, torch.Tensor)
+        else value
+        for name, value in inputs.items()
+    }
+
+
+def walk_batch(
+    batch: Batch, members: list[TrainingSample], drafted: list[torch.Tensor], draft_tokens: int
+) -> Acceptance:
+    """Return the pooled acceptance of a batch's sequences."""
+    total = Acceptance(0, [0] * draft_tokens)
+    ids, start = batch.inputs["input_ids"][0], 0
+    for sample, length in zip(members, batch.inputs["document_lengths"], strict=True):
+        span = slice(start, start + length)
+        generated = sample.loss_mask[: length + 1]
+        if generated.any():
+            sequence = [-1, *ids[span].tolist()]  # token 0 is in no shifted position and is never predicted
+            first = max(1, int(generated.argmax()))
+            total.add(walk(sequence, [step[span].tolist() for step in drafted], first, draft_tokens))
+        start += length
+    return total
+
+
+def accuracy_counts(batch: Batch, drafted: list[torch.Tensor]) -> torch.Tensor:
+    """Return [steps, 2] counts (correct at this and all earlier steps, supervised positions).
+
+    A token outside the draft vocabulary is a miss. Position p at step s is judged against token p + 2 + s,
+    as far as that is generated text of the same document.
+    """
+    ids, mask = batch.inputs["input_ids"][0], batch.inputs["loss_mask"][0]
+    documents = batch.inputs["document_ids"][0]
+    counts = torch.zeros(len(drafted), 2, dtype=torch.float64)
+    correct = mask.clone()
+    for step, tokens in enumerate(drafted):
+        ahead = step + 1
+        judged = mask[:-ahead] & (documents[:-ahead] == documents[ahead:])
+        correct = correct[: len(judged)] & judged & (tokens[:-ahead] == ids[ahead:])
+        counts[step, 0], counts[step, 1] = correct.sum(), judged.sum()
+    return counts
+
+
+def predict(
+    model: Any, store: StateStore, packed: Iterable[list[TrainingSample]], batch_tokens: int, draft_tokens: int
+) -> Acceptance:
+    """Return the pooled acceptance of packed samples of a store (temperature 0, top-1 draft)."""
+    total = Acceptance(0, [0] * draft_tokens)
+    for members in packed:
+        batch = collate(store, members, batch_tokens, pad=False, verify=True)
+        drafted, _ = draft(model, batch, draft_tokens)
+        total.add(walk_batch(batch, members, drafted, draft_tokens))
+    return total
+
+
+def predict_for_replies(*, stage: Any, options: Any, drafter: Path, replies: list[tuple[list[int], list[int]]],
+                        draft_tokens: int | list[int]) -> Any:
+    """Predict the acceptance on replies that an engine has just produced.
+
+    Captures their hidden states with the same engine, then walks them with the exported drafter.
+
+    Args:
+        replies: (prompt ids, completion ids) of each reply.
+        draft_tokens: k, or several; the states are captured once.
+    Returns:
+        Acceptance, or {k: Acceptance} for a list.
+    """
+    from eagle3.extraction import Capture, batches
+
+    counts = [draft_tokens] if isinstance(draft_tokens, int) else draft_tokens
+    facts = verifiers.read(Path(options.model.path))
+    store = StateStore(stage.directory / ".predict_states")
+    shutil.rmtree(store.directory, ignore_errors=True)
+    samples = [Sample(k, str(k), "", [*prompt, *reply], [0] * len(prompt) + [1] * len(reply))
+               for k, (prompt, reply) in enumerate(replies) if len(reply) > 1]
+    longest = max(len(sample.input_ids) for sample in samples)
+    entries: dict[int, dict[str, Any]] = {}
+    with Capture(stage, options.model, options.engine, store, backend="vllm", dtype="bfloat16",
+                 max_length=longest, batch_tokens=max(2048, longest)) as child:
+        for group in batches(samples, max(2048, longest)):
+            stage.check_stop()
+            entries |= {entry["i"]: entry for entry in child.run(group)}
+    model = drafters.load(drafter, facts)
+    result = {k: Acceptance(0, [0] * k) for k in counts}
+    for sample in samples:
+        member = TrainingSample(sample.i, entries[sample.i].get("sha256", ""), _mask(sample))
+        for k in counts:
+            result[k].add(predict(model, store, [[member]], len(sample.input_ids), k))
+    shutil.rmtree(store.directory, ignore_errors=True)
+    return result[counts[0]] if isinstance(draft_tokens, int) else result
+
+
+def _mask(sample: Sample) -> Any:
+    import numpy as np
+
+    return np.asarray(sample.loss_mask, dtype=bool)
+
+
+def drafter_digest(folder: Path) -> str:
+    """Return the hash of an exported drafter's weights and configuration."""
+    return files.sha256_json([files.sha256_file(folder / name) for name in ("config.json", "model.safetensors")])

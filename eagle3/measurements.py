@@ -1,0 +1,73 @@
+"""Measurements of a benchmark on disk, and what comes of comparing them.
+
+`runs/NAME.json` holds the figures of one server at one concurrency, `replies_NAME.jsonl` the replies. A
+measurement counts as done when the first exists; it carries the fingerprint of its configuration and the
+checksum of its replies.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from eagle3 import files
+from eagle3.log import logger
+
+BASELINE = 0  # the "draft-token count" of the verifier alone
+
+
+def store(directory: Path, figures: dict[str, Any], replies: list[dict[str, Any]]) -> dict[str, Any]:
+    """Write a finished measurement and its replies; its own file, written last, makes it count as done."""
+    path = directory / f"replies_{figures['name']}.jsonl"
+    files.write_bytes(path, b"".join(files.encode_line(reply) for reply in replies))
+    figures["replies"] = files.sha256_file(path)
+    files.write_json(directory / "runs" / f"{figures['name']}.json", figures)
+    return figures
+
+
+def finished(directory: Path, name: str, fingerprint: str) -> dict[str, Any] | None:
+    """Return a measurement that an earlier run of this very configuration finished, with its replies intact."""
+    path, replies = directory / "runs" / f"{name}.json", directory / f"replies_{name}.jsonl"
+    if not path.exists():
+        return None
+    run = files.read_json(path, fix="remove that file: it is measured again")
+    intact = replies.exists() and files.sha256_file(replies) == run["replies"]
+    if not intact or run["fingerprint"] != fingerprint:
+        logger.warning("measuring %s again: its files are damaged or of another configuration", name)
+        return None
+    logger.info("%s is measured already", name)
+    return run
+
+
+def replies_of(directory: Path, run: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the replies of a measurement, in the order of the prompts."""
+    return [reply for _, reply in files.read_jsonl(directory / f"replies_{run['name']}.jsonl")]
+
+
+def compare(directory: Path, runs: list[dict[str, Any]], *, greedy: bool) -> None:
+    """Set `speedup` and, for greedy replies, `lossless` of each run with a drafter.
+
+    Batches of another shape round differently in bfloat16, so a few greedy replies part ways after some
+    tokens without anything being wrong; where they do is reported.
+    """
+    baseline = {run["concurrency"]: run for run in runs if run["draft_tokens"] == BASELINE}
+    for run in runs:
+        if run["draft_tokens"] == BASELINE:
+            continue
+        reference = baseline[run["concurrency"]]
+        run["speedup"] = run["tokens_per_s"] / reference["tokens_per_s"]
+        if greedy:
+            run["lossless"] = agreement(replies_of(directory, reference), replies_of(directory, run))
+
+
+def agreement(expected: list[dict[str, Any]], found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return how many replies are identical and, for the others, the index of the first different token.
+
+    Replies without token ids are compared by character.
+    """
+    parted = {}
+    for one, other in zip(expected, found, strict=True):
+        name = "completion_token_ids" if one["completion_token_ids"] and other["completion_token_ids"] else "text"
+        a, b = one[name], other[name]
+        if a != b:
+            shared = min(len(a), len(b))
+            parted[one["id"]] = next((i for i in range(shared) if a[i] != b[i]), shared)
+    return {"replies": len(expected), "identical": len(expected) - len(parted), "first_difference": parted}

@@ -1,0 +1,219 @@
+"""Training a drafter: schedule, optimizer step, validation, processes.
+
+The loss of a step is the mean over all its supervised positions, whatever batch or process they are in, so
+one process with accumulation 2 and two processes compute the same step.
+"""
+
+import contextlib
+import math
+import os
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from eagle3 import acceptance
+from eagle3 import drafter as drafters
+from eagle3.batches import Batch, Prefetcher, TrainingSample, collate, pack
+from eagle3.errors import StageError
+from eagle3.options import TrainSection
+from eagle3.states import StateStore
+from eagle3.trainstate import trainable
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process among its peers; a single process needs no group."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+    @staticmethod
+    def start() -> "Processes":
+        """Join the group that torchrun set up (NCCL on GPUs, gloo on CPUs), if there is one."""
+        world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+        gpu = torch.cuda.is_available()
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if gpu else torch.device("cpu")
+        if gpu:
+            torch.cuda.set_device(device)
+        if world > 1:
+            dist.init_process_group("nccl" if gpu else "gloo")
+        return Processes(rank, world, device)
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Add a tensor up over all processes, in place."""
+        if self.world > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def any(self, flag: bool) -> bool:
+        """Say whether any process says so (all stop at the same step)."""
+        return bool(self.sum(torch.tensor([float(flag)], device=self.device)).item() > 0) if self.world > 1 else flag
+
+    def stop(self) -> None:
+        """Leave the group."""
+        if self.world > 1:
+            dist.destroy_process_group()
+
+
+def learning_rate(step: int, total: int, options: TrainSection) -> float:
+    """Return the rate of optimizer step `step` (from 0): linear warm-up, then half a cosine to min_lr_ratio."""
+    warmup = max(1, math.ceil(total * options.warmup_ratio))
+    if step < warmup:
+        return options.lr * (step + 1) / warmup
+    progress = (step - warmup) / max(1, total - warmup)
+    low = options.min_lr_ratio
+    return options.lr * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def make_optimizer(model: Any, options: TrainSection) -> torch.optim.Optimizer:
+    """Return AdamW over the trained parameters; weight decay on matrices only."""
+    parameters = list(trainable(model).values())
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": options.weight_decay},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=options.lr, betas=(options.adam_betas[0], options.adam_betas[1]))
+
+
+class Plan:
+    """The steps of a run: which samples go into which batch of which optimizer step."""
+
+    def __init__(self, samples: list[TrainingSample], options: TrainSection, batches_per_step: int) -> None:
+        self._samples, self._options, self.batches_per_step = samples, options, batches_per_step
+        self.steps_per_epoch = [-(-len(self.packed(epoch)) // batches_per_step) for epoch in range(options.epochs)]
+        self.total_steps = sum(self.steps_per_epoch)
+
+    def packed(self, epoch: int) -> list[list[TrainingSample]]:
+        """Return the batches of an epoch in their order."""
+        return pack(self._samples, self._options.batch_tokens, self._options.seed, epoch)
+
+    def steps(self, epoch: int) -> list[list[list[TrainingSample]]]:
+        """Return an epoch's optimizer steps, each a list of batches (the last step may have fewer)."""
+        packed, size = self.packed(epoch), self.batches_per_step
+        return [packed[start : start + size] for start in range(0, len(packed), size)]
+
+
+def supervised(members: list[TrainingSample], batch_tokens: int) -> int:
+    """Return how many positions of a batch carry loss, without loading it."""
+    return sum(int(sample.supervised()[:batch_tokens].sum()) for sample in members)
+
+
+class Trainer:
+    """Runs optimizer steps and validation on one process of the group."""
+
+    def __init__(self, model: Any, store: StateStore, options: TrainSection, processes: Processes) -> None:
+        from speculators.losses import resolve_loss_config
+
+        self.model, self.store, self.options, self.processes = model, store, options, processes
+        self.optimizer = make_optimizer(model, options)
+        self._loss = {"ttt_step_loss_decay": options.ttt_step_loss_decay,
+                      "loss_config": resolve_loss_config(options.loss, "eager")}
+        bf16 = options.dtype == "bfloat16" or (options.dtype == "auto" and processes.device.type == "cuda")
+        self._autocast = torch.autocast(processes.device.type, torch.bfloat16) if bf16 else contextlib.nullcontext()
+        self._verified: set[int] = set()
+
+    def load_batch(self, members: list[TrainingSample]) -> Batch:
+        """Load a batch; each file's checksum is checked the first time it is read."""
+        fresh = any(sample.i not in self._verified for sample in members)
+        batch = collate(self.store, members, self.options.batch_tokens, pad=drafters.is_compiled(self.model), verify=fresh)
+        self._verified.update(sample.i for sample in members)
+        return batch
+
+    def loader(self, steps: list[list[list[TrainingSample]]]) -> Prefetcher:
+        """Return a prefetcher over this process's batches of the given steps (None where it has none)."""
+        mine = [step[rank] if rank < len(step) else None
+                for step in steps for rank in self._my_slots()]
+        return Prefetcher(mine, lambda members: None if members is None else self.load_batch(members))
+
+    def _my_slots(self) -> range:
+        per_step = self.options.accumulation * self.processes.world
+        return range(self.processes.rank, per_step, self.processes.world)
+
+    def step(self, batches: list[Batch | None], total_supervised: int, rate: float) -> dict[str, float]:
+        """Do one optimizer step and return loss, grad_norm and lr.
+
+        Raises StageError (a bug or broken data) before the weights are touched when the loss is not finite.
+        """
+        self.model.train()
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.zero_grad(set_to_none=True)
+        device = self.processes.device
+        loss_sum = torch.zeros((), device=device)
+        for batch in batches:
+            if batch is None or batch.supervised == 0:
+                continue
+            weight = batch.supervised / max(1, total_supervised)
+            loss = self._forward(batch) * weight
+            loss.backward()
+            loss_sum += loss.detach()
+        self._reduce_gradients()
+        loss_value = float(self.processes.sum(loss_sum))
+        norm = torch.nn.utils.clip_grad_norm_(trainable(self.model).values(), self.options.max_grad_norm or math.inf)
+        if not math.isfinite(loss_value) or not math.isfinite(float(norm)):
+            raise StageError("the loss is not finite", found=f"loss {loss_value}, gradient norm {float(norm)}",
+                             fix="lower --lr, or look for damaged states with --verify")
+        self.optimizer.step()
+        return {"loss": loss_value, "grad_norm": float(norm), "lr": rate}
+
+    def _forward(self, batch: Batch) -> torch.Tensor:
+        inputs = acceptance.on_device(batch, self.model.fc.weight)
+        arguments = inputs | self._loss | {"ttt_steps": self.options.ttt_steps}
+        with self._autocast:
+            return drafters.run(self.model, **arguments)[1]
+
+    def _reduce_gradients(self) -> None:
+        if self.processes.world == 1:
+            return
+        parameters = trainable(self.model).values()
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        flat = torch.cat([parameter.grad.flatten() for parameter in parameters])  # type: ignore[union-attr]
+        self.processes.sum(flat)
+        for parameter, piece in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+            parameter.grad.copy_(piece.view_as(parameter))  # type: ignore[union-attr]
+
+    def validate(self, samples: list[TrainingSample], check_stop: Any = None) -> dict[str, Any]:
+        """Return loss, accuracy by TTT step and predicted acceptance over the held-out samples."""
+        options, steps = self.options, max(self.options.ttt_steps, self.options.draft_tokens)
+        self.model.eval()
+        packed = pack(samples, options.batch_tokens, None)
+        total = acceptance.Acceptance(0, [0] * options.draft_tokens)
+        counts, losses = torch.zeros(steps, 2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+        for members in packed[self.processes.rank :: self.processes.world]:
+            if check_stop:
+                check_stop()
+            batch = self.load_batch(members)
+            drafted, metrics = acceptance.draft(self.model, batch, steps, with_loss=True, autocast=self._autocast,
+                                                **self._loss)
+            total.add(acceptance.walk_batch(batch, members, drafted, options.draft_tokens))
+            counts += acceptance.accuracy_counts(batch, drafted)
+            mean = sum(float(metrics[f"loss_{step}_sum"]) for step in range(options.ttt_steps))
+            losses += torch.tensor([mean * batch.supervised, batch.supervised], dtype=torch.float64)
+        pooled = torch.cat([counts.flatten(), losses, torch.tensor([total.rounds, *total.accepted]).double()])
+        pooled = self.processes.sum(pooled.to(self.processes.device)).cpu()
+        counts, losses = pooled[: 2 * steps].view(steps, 2), pooled[2 * steps : 2 * steps + 2]
+        rounds, *accepted = pooled[2 * steps + 2 :].long().tolist()
+        predicted = acceptance.Acceptance(rounds, accepted)
+        return {
+            "loss": float(losses[0] / losses[1].clamp(min=1)),
+            "accuracy_by_step": (counts[:, 0] / counts[:, 1].clamp(min=1)).tolist(),
+            "acceptance": predicted.to_dict(),
+        }
+
+
+class Throughput:
+    """Tokens per second since it was made (or last reset), without the first steps' warm-up."""
+
+    def __init__(self) -> None:
+        self._start, self._tokens = time.monotonic(), 0
+
+    def add(self, tokens: int) -> float:
+        """Count tokens and return the rate."""
+        self._tokens += tokens
+        return self._tokens / max(1e-9, time.monotonic() - self._start)

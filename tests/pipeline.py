@@ -1,0 +1,65 @@
+"""Small inputs for the stages after 01: traces that a tiny model really generated, and stages run as processes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from eagle3 import files, traces
+
+ROOT = Path(__file__).resolve().parent.parent
+LAYERS = "2 4 5 7"
+
+
+def run_stage(script: str, *arguments: object, check: int | None = 0, **keywords) -> subprocess.CompletedProcess:
+    """Run a stage script as a process on one thread and compare its exit code."""
+    result = subprocess.run([sys.executable, ROOT / script, *map(str, arguments)], capture_output=True, text=True,
+                            env=os.environ | {"OMP_NUM_THREADS": "1"} | keywords.pop("env", {}), timeout=300, **keywords)
+    assert check is None or result.returncode == check, result.stderr[-4000:]
+    return result
+
+
+def write_traces(run_dir: Path, model: Path, count: int = 12, new_tokens: int = 20, first: int = 0) -> Path:
+    """Write a finished 01_traces of greedy replies of `model`, ids trace-000 and up; return its folder."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    verifier = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    rows = []
+    for number in range(first, first + count):
+        generator = torch.Generator().manual_seed(number)
+        prompt = torch.randint(5, 400, (1, 6 + number % 5), generator=generator)
+        with torch.inference_mode():
+            output = verifier.generate(prompt, max_new_tokens=new_tokens + number % 7, do_sample=False)[0].tolist()
+        completion = output[prompt.shape[1] :]
+        rows.append(traces.sealed({
+            "id": f"trace-{number:03}", "key": f"key-{number}", "source": "test", "model": "tiny", "prompt": {},
+            "chat_template_kwargs": {}, "sampling": {}, "reasoning": None, "content": "", "tool_calls": [],
+            "finish_reason": "length", "prompt_token_ids": prompt[0].tolist(), "completion_token_ids": completion,
+            "token_source": "server", "usage": {},
+        }))
+    folder = run_dir / "01_traces"
+    with files.Appender(folder / traces.FILE_NAME) as appender:
+        appender.append(rows)
+    total = sum(1 for _ in traces.read_traces(folder / traces.FILE_NAME))
+    files.write_json(folder / "manifest.json", {
+        "stage": "01_traces", "status": "complete", "fingerprint": "options-of-01",
+        "identity": traces.content_identity(traces.read_traces(folder / traces.FILE_NAME)),
+        "counts": {"done": total, "prompt_tokens": 100, "completion_tokens": 300},
+    })
+    return folder
+
+
+def manifest(folder: Path) -> dict:
+    return json.loads((folder / "manifest.json").read_text())
+
+
+def tree(folder: Path) -> dict[str, str]:
+    """Return {relative path: hash} of what a stage leaves behind, without what names the run itself."""
+    skip = {"manifest.json", "progress.json", ".lock"}
+    return {
+        str(path.relative_to(folder)): files.sha256_file(path)
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name not in skip
+    }

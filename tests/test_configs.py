@@ -1,0 +1,43 @@
+"""Every shipped configuration is valid for every stage."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from eagle3 import config, options
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+STAGE_OPTIONS = [
+    options.GenerateOptions,
+    options.ExtractOptions,
+    options.VocabOptions,
+    options.TrainOptions,
+    options.ExportOptions,
+    options.BenchmarkOptions,
+]
+
+
+def test_the_configurations_that_entry_points_name_exist():
+    assert {path.name for path in CONFIGS} >= {"smollm2-135m.yaml", "kimi-k2.5.yaml"}
+    default = config.read_yaml(ROOT / "configs" / "smollm2-135m.yaml")
+    assert default["model"]["path"] == "models/smollm2-135m"  # the folder that run.sh makes
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_a_configuration_is_valid_for_every_stage(path):
+    written = yaml.safe_load(path.read_text())
+    for stage_options in STAGE_OPTIONS:
+        resolved = config.to_dict(config.parse(stage_options, ["--config", str(path), "--run-dir", "runs/x"], ""))
+        for section in set(resolved) & set(written):
+            assert {k: resolved[section][k] for k in written[section]}.keys() == written[section].keys()
+            assert resolved[section]["path"] == written[section]["path"] if section == "model" else True
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_prompt_files_that_the_project_ships_exist(path):
+    for section in config.read_yaml(path).values():
+        prompts = section.get("prompts", "")
+        if prompts.startswith("prompts/"):
+            assert (ROOT / prompts).is_file(), prompts
