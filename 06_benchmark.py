@@ -206,10 +206,10 @@ def predict(options: BenchmarkOptions, stage: Stage, plan: Plan, runs: list[dict
     replies = [
         (reply["prompt_token_ids"], reply["completion_token_ids"])
         for reply in replies_of(stage.directory, run)
-        if reply["prompt_token_ids"] and reply["completion_token_ids"]
+        if reply["prompt_token_ids"] and len(reply["completion_token_ids"]) > 1
     ]
     if not replies:
-        logger.warning("the server returned no token ids: the acceptance cannot be predicted")
+        logger.warning("no token ids, or only replies of one token: the acceptance cannot be predicted")
         return
     path = stage.directory / "runs" / f"predicted_{run['name']}.json"
     basis = {"fingerprint": run["fingerprint"], "replies": run["replies"]}

@@ -34,7 +34,7 @@ if ! { [[ "$(cat .venv/kind 2>/dev/null)" == "$kind" ]] && "$python" -m pip --ve
   for candidate in ${PYTHON:-python3 python3.11 python3.12 python3.13}; do
     if new_enough "$candidate"; then interpreter=$candidate; break; fi
   done
-  [[ -n "$interpreter" ]] || die "Python 3.11 or newer is needed; found: $(python3 --version 2>&1). \
+  [[ -n "$interpreter" ]] || die "Python 3.11 or newer is needed; found: ${PYTHON:-$(python3 --version 2>&1)}. \
 Install one, or name it: PYTHON=/path/to/python3.11 ./setup.sh"
   say "making .venv ($kind) with $("$interpreter" --version)"
   "$interpreter" -m venv --clear .venv || die "python -m venv failed (on Debian: apt-get install python3-venv)"

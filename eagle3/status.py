@@ -82,7 +82,9 @@ def survey(run_dir: Path) -> list[Entry]:
     Raises PreconditionError when the directory is missing or no stage has run in it.
     """
     if not run_dir.is_dir():
-        raise PreconditionError("no such run directory", where=run_dir, fix="the directory given as --run-dir")
+        raise PreconditionError(
+            "no such run directory", where=run_dir, fix="give the directory that the stages got as --run-dir"
+        )
     deadline = time.monotonic() + _DISK_BUDGET_S
     entries = [entry for folder in run_dir.iterdir() if (entry := _entry(folder, deadline)) is not None]
     if not entries:

@@ -1,0 +1,329 @@
+"""Batches, the draft-round walk, training steps, checkpoints, resume, and stage 04 as a process."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from pipeline import LAYERS, ROOT, manifest, run_stage, tree, write_traces
+
+from eagle3 import acceptance, batches, drafter, files, trainstate, training, verifier, vocab
+from eagle3.batches import TrainingSample
+from eagle3.errors import PreconditionError
+from eagle3.options import TrainSection
+from eagle3.states import StateStore, load_dataset
+
+# --- batches ----------------------------------------------------------------------------------------------
+
+
+def sample(i: int, length: int, prompt: int = 2) -> TrainingSample:
+    return TrainingSample(i, "", np.arange(length) >= prompt)
+
+
+def test_the_split_has_the_exact_sizes_and_no_overlap():
+    train, held_out = batches.split([sample(i, 5) for i in range(12_501)], 0.2, seed=0)
+    assert (len(train), len(held_out)) == (10_001, 2_500)
+    assert not {s.i for s in train} & {s.i for s in held_out}
+    with pytest.raises(PreconditionError, match="too few samples"):
+        batches.split([sample(0, 5)], 0.2, seed=0)
+
+
+def test_packing_keeps_every_sample_once_and_fills_the_batches():
+    lengths = random.Random(0).choices(range(20, 300), k=500)
+    samples = [sample(i, length) for i, length in enumerate(lengths)]
+    packed = batches.pack(samples, 1024, seed=1, epoch=2)
+    assert sorted(s.i for batch in packed for s in batch) == list(range(500))
+    assert all(sum(s.length for s in batch) <= 1024 for batch in packed)
+    assert batches.efficiency(packed, 1024) > 0.95
+    assert [[s.i for s in b] for b in packed] == [[s.i for s in b] for b in batches.pack(samples, 1024, 1, 2)]
+    assert [[s.i for s in b] for b in packed] != [[s.i for s in b] for b in batches.pack(samples, 1024, 1, 3)]
+
+
+def test_supervised_positions_read_and_predict_generated_tokens():
+    mask = np.array([0, 0, 1, 1, 1, 1], dtype=bool)  # tokens 2..5 are generated
+    # position p reads token p+1 and predicts p+2: (2→3), (3→4), (4→5)
+    assert TrainingSample(0, "", mask).supervised().tolist() == [False, True, True, True, False]
+
+
+# --- the walk ---------------------------------------------------------------------------------------------
+
+
+def engine(ids: list[int], drafts: dict[int, list[int]], first: int, k: int) -> tuple[int, int]:
+    """Accept drafts as an engine does: drafts[t] are the tokens proposed after token t. Return (rounds, accepted)."""
+    rounds = accepted = 0
+    output = ids[: first + 1]
+    while len(output) < len(ids):
+        rounds += 1
+        proposal = drafts[len(output) - 1][:k]
+        matched = 0
+        while matched < k and len(output) + matched < len(ids) and proposal[matched] == ids[len(output) + matched]:
+            matched += 1
+        accepted += matched
+        output = ids[: min(len(ids), len(output) + matched + 1)]
+    return rounds, accepted
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_walk_counts_as_an_engine_would(seed):
+    rng = random.Random(seed)
+    ids = [rng.randrange(3) for _ in range(40)]
+    drafted = [[rng.randrange(3) for _ in range(39)] for _ in range(3)]
+    result = acceptance.walk(ids, drafted, first_generated=5, draft_tokens=3)
+    proposals = {t: [drafted[s][t - 1] for s in range(3)] for t in range(5, 40)}
+    assert (result.rounds, sum(result.accepted)) == engine(ids, proposals, 5, 3)
+    assert result.length == pytest.approx(1 + sum(result.accepted) / result.rounds)
+
+
+def test_a_perfect_and_a_useless_drafter():
+    ids = list(range(10, 30))
+    perfect = [[ids[min(p + 2 + s, 19)] for p in range(19)] for s in range(3)]
+    assert acceptance.walk(ids, perfect, 3, 3).length == 4.0  # 16 tokens after the first in 4 full rounds
+    assert acceptance.walk(ids, [[-1] * 19] * 3, 3, 3).by_position == [0.0, 0.0, 0.0]
+
+
+# --- a run directory with states and mapping --------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def prepared(tiny_model, tmp_path_factory):
+    """A run directory with traces, states (transformers backend) and mapping of the tiny model."""
+    run_dir = tmp_path_factory.mktemp("prepared")
+    write_traces(run_dir, tiny_model, count=24)
+    run_stage("02_extract_hidden_states.py", "--run-dir", run_dir, "--model", tiny_model, "--backend", "hf", "--dtype",
+              "float32", "--layers", *LAYERS.split(), "--max-length", 64)
+    run_stage("03_build_vocab_mapping.py", "--run-dir", run_dir, "--model", tiny_model, "--draft-vocab-size", 128)
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def parts(prepared, tiny_model):
+    """(model factory, store, samples) of the prepared run."""
+    facts = verifier.read(tiny_model)
+    d2t, t2d = vocab.load_mapping(prepared / "03_vocab" / vocab.MAPPING)
+    store = StateStore(prepared / "02_states")
+    samples = batches.read_samples(store, load_dataset(prepared / "02_states")[2])
+
+    def build(**more):
+        return drafter.build(facts, [2, 4, 5, 7], d2t, t2d, drafter.layer_shape(facts), **more)
+
+    return build, store, samples
+
+
+def test_document_attention_equals_a_dense_mask(parts):
+    build, store, samples = parts
+    batch = batches.collate(store, samples[:5], 1000, pad=False, verify=True)
+    documents, dense = build(), build(attention="flex")
+    from speculators.losses import resolve_loss_config
+    from speculators.models.attention import create_float_mask
+
+    dense._attn_impl = dense.config.transformer_layer_config._attn_implementation = "eager"
+    dense._create_mask_fn = create_float_mask
+    for model in (documents, dense):
+        inputs = acceptance.on_device(batch, model.fc.weight)
+        if model is dense:
+            del inputs["document_lengths"]
+        model(**inputs, ttt_steps=3, loss_config=resolve_loss_config("kl_div", "eager"))[1].backward()
+    for name, parameter in trainstate.trainable(documents).items():
+        reference = dict(dense.named_parameters())[name].grad
+        assert torch.allclose(parameter.grad, reference, rtol=1e-3, atol=1e-6), name
+
+
+def test_documents_do_not_see_each_other(parts):
+    build, store, samples = parts
+    model = build().eval()
+    alone = batches.collate(store, [samples[3]], 1000, pad=False, verify=False)
+    packed = batches.collate(store, [samples[1], samples[3], samples[2]], 1000, pad=True, verify=False)
+    start = samples[1].length
+    for one, many in zip(acceptance.draft(model, alone, 3)[0], acceptance.draft(model, packed, 3)[0], strict=True):
+        assert torch.equal(one, many[start : start + samples[3].length])
+
+
+def test_only_the_drafter_is_trained(parts):
+    build, _, _ = parts
+    names = trainstate.trainable(build())
+    assert {"fc.weight", "lm_head.weight", "norm.weight", "layers.0.self_attn.q_proj.weight"} <= names.keys()
+    assert not [name for name in names if name.startswith(("embed_tokens", "verifier_"))]
+
+
+def test_the_learning_rate_rises_then_falls_to_its_floor():
+    options = TrainSection(lr=1.0, warmup_ratio=0.1, min_lr_ratio=0.1)
+    rates = [training.learning_rate(step, 100, options) for step in range(100)]
+    assert rates[:10] == pytest.approx([0.1 * (k + 1) for k in range(10)])
+    assert max(rates) == 1.0 and rates[-1] == pytest.approx(0.1, abs=1e-3)
+    assert all(a >= b for a, b in zip(rates[10:], rates[11:], strict=False))
+
+
+def take_steps(trainer, plan, first, last):
+    steps = plan.steps(0)[first:last]
+    for number, members in enumerate(steps, start=first):
+        loaded = [trainer.load_batch(batch) for batch in members]
+        total = sum(training.supervised(batch, trainer.options.batch_tokens) for batch in members)
+        figures = trainer.step(loaded, total, training.learning_rate(number, plan.total_steps, trainer.options))
+    return figures
+
+
+@pytest.fixture
+def one_process():
+    return training.Processes(0, 1, torch.device("cpu"))
+
+
+def test_accumulation_equals_one_large_batch(parts, one_process):
+    build, store, samples = parts
+    results = []
+    for tokens, accumulation in ((10_000, 1), (200, 100)):
+        options = TrainSection(batch_tokens=tokens, accumulation=accumulation, lr=1e-3)
+        trainer = training.Trainer(build(), store, options, one_process)
+        plan = training.Plan(samples, options, accumulation)
+        assert plan.total_steps == options.epochs
+        results.append(take_steps(trainer, plan, 0, 1))
+    assert results[0]["loss"] == pytest.approx(results[1]["loss"], rel=2e-3)
+    assert results[0]["grad_norm"] == pytest.approx(results[1]["grad_norm"], rel=2e-2)
+
+
+def test_four_steps_equal_two_plus_resume_plus_two(parts, one_process, tiny_model, tmp_path):
+    build, store, samples = parts
+    options = TrainSection(batch_tokens=100, lr=1e-3)
+    plan = training.Plan(samples, options, 1)
+    straight = training.Trainer(build(), store, options, one_process)
+    expected = take_steps(straight, plan, 0, 4)
+    first = training.Trainer(build(), store, options, one_process)
+    take_steps(first, plan, 0, 2)
+    folder = trainstate.save(tmp_path, 2, first.model, verifier.read(tiny_model), first.optimizer, {"step": 2})
+    second = training.Trainer(build(seed=99), store, options, one_process)
+    assert trainstate.load(folder, second.model, second.optimizer)["step"] == 2
+    assert take_steps(second, plan, 2, 4) == expected
+    for name, parameter in trainstate.trainable(straight.model).items():
+        assert torch.equal(parameter, trainstate.trainable(second.model)[name]), name
+
+
+def test_the_newest_sound_checkpoint_is_taken(parts, one_process, tiny_model, tmp_path):
+    build, store, _ = parts
+    trainer = training.Trainer(build(), store, TrainSection(), one_process)
+    facts = verifier.read(tiny_model)
+    for step in (1, 2):
+        trainstate.save(tmp_path, step, trainer.model, facts, trainer.optimizer, {"step": step, "epoch_end": True})
+    (tmp_path / f"{files.TEMPORARY_PREFIX}step_3").mkdir()  # a save that was cut off
+    assert trainstate.newest(tmp_path).name == "step_2"
+    state = tmp_path / "step_2" / trainstate.STATE
+    data = bytearray(state.read_bytes())
+    data[-100] ^= 1
+    state.write_bytes(data)
+    assert trainstate.newest(tmp_path).name == "step_1"
+    (tmp_path / "step_1" / trainstate.COUNTERS).write_text("{}")
+    with pytest.raises(PreconditionError, match="every checkpoint is damaged"):
+        trainstate.newest(tmp_path)
+
+
+def test_a_drafter_learns_and_the_prediction_follows(parts, one_process):
+    build, store, samples = parts
+    options = TrainSection(batch_tokens=400, lr=5e-3, epochs=12, warmup_ratio=0.05)
+    trainer = training.Trainer(build(), store, options, one_process)
+    before = trainer.validate(samples)
+    for epoch in range(options.epochs):
+        plan = training.Plan(samples, options, 1)
+        for members in plan.steps(epoch):
+            loaded = [trainer.load_batch(batch) for batch in members]
+            trainer.step(loaded, loaded[0].supervised, 5e-3)
+    after = trainer.validate(samples)
+    assert after["loss"] < before["loss"]
+    assert after["acceptance"]["length"] > before["acceptance"]["length"] + 0.3
+    assert after["accuracy_by_step"] == sorted(after["accuracy_by_step"], reverse=True)
+
+
+# --- stage 04 as a process --------------------------------------------------------------------------------
+
+
+def train_arguments(run_dir, model, *more):
+    return ["--run-dir", run_dir, "--model", model, "--layers", *LAYERS.split(), "--epochs", 2, "--lr", "1e-3",
+            "--batch-tokens", 100, "--validation-fraction", 0.2, "--save-every-steps", 1, *more]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(prepared, tiny_model):
+    """The result of an uninterrupted stage 04."""
+    run_stage("04_train.py", *train_arguments(prepared, tiny_model))
+    return prepared / "04_train"
+
+
+def test_the_result_is_what_the_design_says(undisturbed):
+    result = manifest(undisturbed)
+    assert result["status"] == "complete" and result["best"]["acceptance"]["length"] >= 1
+    best = undisturbed / "checkpoints" / "best"
+    assert (best / "config.json").exists() and (best / "model.safetensors").exists()
+    rows = [row for _, row in files.read_jsonl(undisturbed / "metrics.jsonl")]
+    assert [row["step"] for row in rows if row["kind"] == "train"] == list(range(1, result["counts"]["done"] + 1))
+    assert len([row for row in rows if row["kind"] == "validation"]) == 2
+
+
+def test_the_same_again_does_nothing_and_new_flags_go_beside(undisturbed, prepared, tiny_model, tmp_path):
+    assert "complete already" in run_stage("04_train.py", *train_arguments(prepared, tiny_model)).stderr
+    refused = run_stage("04_train.py", *train_arguments(prepared, tiny_model, "--lr", "5e-4"), check=3)
+    assert "train.lr: 0.001 → 0.0005" in refused.stderr and "--out" in refused.stderr
+    other = tmp_path / "04_train_lr5e-4"
+    run_stage("04_train.py", *train_arguments(prepared, tiny_model, "--lr", "5e-4", "--out", other))
+    assert manifest(other)["status"] == "complete"
+
+
+def kill_and_resume(command: list, kills: int, seed: int) -> int:
+    """Start the command again and again, kill it after a random time; return how often it was killed alive."""
+    rng, killed = random.Random(seed), 0
+    for _ in range(kills):
+        process = subprocess.Popen([sys.executable, *map(str, command)], stderr=subprocess.DEVNULL,
+                                   env=os.environ | {"OMP_NUM_THREADS": "1"})
+        time.sleep(rng.uniform(2.0, 8.0))
+        killed += process.poll() is None
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    return killed
+
+
+def test_sigkill_costs_nothing(undisturbed, prepared, tiny_model, tmp_path):
+    run_dir = tmp_path / "run"
+    shutil.copytree(prepared, run_dir, ignore=shutil.ignore_patterns("04_train", "logs"))
+    arguments = train_arguments(run_dir, tiny_model)
+    assert kill_and_resume([ROOT / "04_train.py", *arguments], 3, seed=4)
+    run_stage("04_train.py", *arguments)
+    assert tree(run_dir / "04_train") == tree(undisturbed)
+
+
+def test_sigterm_saves_and_exits_with_its_code(prepared, tiny_model, tmp_path):
+    out = tmp_path / "04_train"
+    arguments = train_arguments(prepared, tiny_model, "--out", out, "--epochs", 200, "--save-every-steps", 1000)
+    process = subprocess.Popen([sys.executable, ROOT / "04_train.py", *map(str, arguments)], stderr=subprocess.PIPE,
+                               text=True)
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if "step 10/" in line:
+            process.send_signal(signal.SIGTERM)
+            break
+    rest = process.stderr.read()
+    assert process.wait(timeout=60) == 143, "".join(lines) + rest
+    assert manifest(out)["status"] == "interrupted"
+    assert trainstate.newest(out / "checkpoints") is not None
+
+
+def test_two_processes_compute_the_same_run(prepared, tiny_model, tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    common = train_arguments(prepared, tiny_model, "--epochs", 1)
+    run_stage("04_train.py", *common, "--accumulation", 2, "--out", one)
+    run_stage("04_train.py", *common, "--gpus", 2, "--out", two)
+    losses = [[row["loss"] for _, row in files.read_jsonl(folder / "metrics.jsonl")] for folder in (one, two)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert manifest(one)["fingerprint"] == manifest(two)["fingerprint"]
+
+
+def test_failures_keep_their_code_under_torchrun(prepared, tiny_model, tmp_path):
+    states = tmp_path / "02_states"
+    shutil.copytree(prepared / "02_states", states)
+    for path in (states / "hidden_states").iterdir():
+        path.write_bytes(path.read_bytes()[:-64] + b"\0" * 64)
+    arguments = train_arguments(prepared, tiny_model, "--states", states, "--gpus", 2, "--out", tmp_path / "out")
+    failed = run_stage("04_train.py", *arguments, check=3)
+    assert "only that sample is captured again" in failed.stderr
