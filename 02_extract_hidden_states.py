@@ -10,7 +10,7 @@ Prefill only, inside vLLM, at any tensor-parallel size; --backend hf is the tran
 Every sample proves itself: the stored teacher state must give the engine's own next token.
 
   python 02_extract_hidden_states.py --config configs/kimi-k2.5.yaml --run-dir runs/kimi
-  python 02_extract_hidden_states.py --config configs/smollm2-135m.yaml --run-dir runs/smol --backend hf --out runs/smol/02_states_hf
+  python 02_extract_hidden_states.py --config configs/smollm2-135m.yaml --run-dir runs/x --backend hf --out runs/x/02_hf
 """
 
 from pathlib import Path
@@ -34,10 +34,13 @@ def run(options: ExtractOptions, stage: Stage) -> None:
     layers = facts.layers(options.model.layers)
     traces = stage.path_of(extract.traces, "01_traces")
     upstream = stage.upstream(traces, "--traces")
+    from eagle3.extraction import resolve_dtype
+
     if stage.common.dry_run:
         return describe(options, stage, facts, upstream)
 
     identity = {"traces": upstream["fingerprint"], "model": files.model_identity(model)}
+    extract.dtype = resolve_dtype(extract.dtype, options.engine)
     results = config.result_options(options) | {"model.layers": layers}
     stage.open(inputs=identity, results=results, grows=True, stale_on=("model", "traces"))
 

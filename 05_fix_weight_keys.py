@@ -132,7 +132,9 @@ def refuse_foreign_embedding(embedding: "torch.Tensor", facts: verifier.Verifier
         )
 
 
-def served_config(source: Path, options: ExportOptions, facts: verifier.Verifier, version: str | None) -> dict[str, Any]:
+def served_config(
+    source: Path, options: ExportOptions, facts: verifier.Verifier, version: str | None
+) -> dict[str, Any]:
     """Return the config.json of the export."""
     from eagle3.checkpoint import engine_config
 

@@ -169,7 +169,7 @@ def predict_for_replies(*, stage: Any, options: Any, drafter: Path, replies: lis
     Returns:
         Acceptance, or {k: Acceptance} for a list.
     """
-    from eagle3.extraction import Capture, batches
+    from eagle3.extraction import Capture, batches, resolve_dtype
 
     counts = [draft_tokens] if isinstance(draft_tokens, int) else draft_tokens
     facts = verifiers.read(Path(options.model.path))
@@ -179,7 +179,8 @@ def predict_for_replies(*, stage: Any, options: Any, drafter: Path, replies: lis
                for k, (prompt, reply) in enumerate(replies) if len(reply) > 1]
     longest = max(len(sample.input_ids) for sample in samples)
     entries: dict[int, dict[str, Any]] = {}
-    with Capture(stage, options.model, options.engine, store, backend="vllm", dtype="bfloat16",
+    with Capture(stage, options.model, options.engine, store, backend="vllm",
+                 dtype=resolve_dtype("auto", options.engine),
                  max_length=longest, batch_tokens=max(2048, longest)) as child:
         for group in batches(samples, max(2048, longest)):
             stage.check_stop()

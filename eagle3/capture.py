@@ -234,7 +234,6 @@ class VllmBackend:
 def engine_arguments(settings: dict[str, Any]) -> dict[str, Any]:
     """Return the keyword arguments for vllm.LLM: the user's engine.args, then what capture needs."""
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.platforms import current_platform
 
     try:
         from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -254,8 +253,6 @@ def engine_arguments(settings: dict[str, Any]) -> dict[str, Any]:
         "enforce_eager": True,  # hooks do not run inside compiled graphs
         "worker_extension_cls": "eagle3.capture.CaptureExtension",
         "disable_log_stats": True,
-        # On CPUs only the multiprocess executor can give its worker the thread settings it needs.
-        **({"distributed_executor_backend": "mp"} if current_platform.is_cpu() else {}),
     }
 
 

@@ -223,7 +223,8 @@ def served_config(model: Any, verifier: Verifier) -> dict[str, Any]:
         "model_type": "llama",
         "vocab_size": verifier.vocab_size,
         "draft_vocab_size": model.draft_vocab_size,
-        **{name: getattr(layer, name) for name in layer_shape(verifier) if name not in ("rope_parameters", "vocab_size")},
+        **{name: getattr(layer, name) for name in layer_shape(verifier)
+           if name not in ("rope_parameters", "vocab_size")},
         "rope_parameters": rope,
         "rope_theta": rope["rope_theta"],
         "rope_scaling": None if rope["rope_type"] == "default" else rope,

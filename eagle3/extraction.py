@@ -162,7 +162,18 @@ def engine_environment(engine: EngineOptions) -> dict[str, str]:
     """Return the environment for the engine: its defaults on this machine, then the user's."""
     from eagle3 import engines
 
-    return {**engines.default_env(engine), **engine.env}
+    return {**engines.default_env(engine), **engines.one_process_on_cpu(engine), **engine.env}
+
+
+def resolve_dtype(requested: str, engine: EngineOptions) -> str:
+    """Return the verifier's precision for capture: as asked, else the server's, so that states fit its replies."""
+    if requested != "auto":
+        return requested
+    from eagle3 import engines
+
+    words = [*engines.cpu_args(engine), *engine.args]
+    given = [value for name, value in zip(words, words[1:], strict=False) if name == "--dtype"]
+    return given[-1] if given and given[-1] != "auto" else "bfloat16"
 
 
 class AgreementCheck:

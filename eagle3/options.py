@@ -128,7 +128,8 @@ class ExtractSection:
 
     traces: str | None = option(None, "traces; default: the run's 01_traces", path=True, results=False)
     backend: str = option("vllm", "vllm, or hf: the transformers reference", choices=("vllm", "hf"))
-    dtype: str = option("bfloat16", "precision of the verifier's weights", choices=("bfloat16", "float32"))
+    dtype: str = option("auto", "precision of the verifier; auto: as the engine serves it",
+                        choices=("auto", "bfloat16", "float32"))
     max_length: int = option(8192, "longest sequence; longer ones are skipped and counted", unit="tokens", minimum=2)
     batch_tokens: int = option(
         8192, "tokens in one prefill pass; at least max_length", unit="tokens", minimum=2, results=False

@@ -119,7 +119,8 @@ class Trainer:
     def load_batch(self, members: list[TrainingSample]) -> Batch:
         """Load a batch; each file's checksum is checked the first time it is read."""
         fresh = any(sample.i not in self._verified for sample in members)
-        batch = collate(self.store, members, self.options.batch_tokens, pad=drafters.is_compiled(self.model), verify=fresh)
+        pad = drafters.is_compiled(self.model)
+        batch = collate(self.store, members, self.options.batch_tokens, pad=pad, verify=fresh)
         self._verified.update(sample.i for sample in members)
         return batch
 

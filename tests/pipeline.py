@@ -14,8 +14,9 @@ LAYERS = "2 4 5 7"
 
 def run_stage(script: str, *arguments: object, check: int | None = 0, **keywords) -> subprocess.CompletedProcess:
     """Run a stage script as a process on one thread and compare its exit code."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | keywords.pop("env", {})
     result = subprocess.run([sys.executable, ROOT / script, *map(str, arguments)], capture_output=True, text=True,
-                            env=os.environ | {"OMP_NUM_THREADS": "1"} | keywords.pop("env", {}), timeout=300, **keywords)
+                            env=environment, timeout=300, **keywords)
     assert check is None or result.returncode == check, result.stderr[-4000:]
     return result
 

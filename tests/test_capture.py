@@ -45,7 +45,8 @@ def test_packed_and_chunked_sequences_find_their_samples():
 
 
 def test_a_sample_without_all_its_tokens_is_rejected():
-    complete, missing = capture.assign([passes_of(([1, 2], 0)), passes_of(([7, 8], 64))], [(0, [1, 2, 3]), (1, [6] * 66)])
+    complete, missing = capture.assign(
+        [passes_of(([1, 2], 0)), passes_of(([7, 8], 64))], [(0, [1, 2, 3]), (1, [6] * 66)])
     assert not complete
     assert "2 of 3 tokens" in missing[0] and "0 of 66" in missing[1]
 
@@ -70,7 +71,8 @@ def test_layers(given, layers, tiny_model):
     assert facts.layers(given) == layers
 
 
-@pytest.mark.parametrize("given", [[2, 4, 5], [2, 4, 5, 6], [2, 4, 5, 9], [5, 4, 2, 7], [0, 4, 5, 7], [2, 2, 5, 7], [7]])
+@pytest.mark.parametrize(
+    "given", [[2, 4, 5], [2, 4, 5, 6], [2, 4, 5, 9], [5, 4, 2, 7], [0, 4, 5, 7], [2, 2, 5, 7], [7]])
 def test_wrong_layers_are_refused(given, tiny_model):
     with pytest.raises(PreconditionError):
         verifier.read(tiny_model).layers(given)
@@ -86,8 +88,9 @@ def captured(tiny_model, tmp_path_factory):
 
 
 def extract(run_dir, model, *more, check=0):
-    return run_stage("02_extract_hidden_states.py", "--run-dir", run_dir, "--model", model, "--backend", "hf", "--dtype",
-                     "float32", "--layers", *LAYERS.split(), "--max-length", 64, "--batch-tokens", 64, *more, check=check)
+    return run_stage("02_extract_hidden_states.py", "--run-dir", run_dir, "--model", model, "--backend", "hf",
+                     "--dtype", "float32", "--layers", *LAYERS.split(), "--max-length", 64, "--batch-tokens", 64,
+                     *more, check=check)
 
 
 def test_the_store_holds_what_the_design_says(captured, tiny_model):
@@ -144,7 +147,8 @@ def test_halved_and_emptied_files_are_captured_again_and_only_they(captured, tin
 def test_changed_traces_and_options_are_refused(captured, tiny_model, tmp_path):
     run_dir = tmp_path / "run"
     shutil.copytree(captured, run_dir)
-    assert "model.layers: [2, 4, 5, 7] → [1, 4, 5, 7]" in extract(run_dir, tiny_model, "--layers", 1, 4, 5, 7, check=3).stderr
+    refused = extract(run_dir, tiny_model, "--layers", 1, 4, 5, 7, check=3)
+    assert "model.layers: [2, 4, 5, 7] → [1, 4, 5, 7]" in refused.stderr
     path = run_dir / "01_traces" / "traces.jsonl"
     lines = path.read_text().splitlines()
     from eagle3 import traces
@@ -202,7 +206,8 @@ def test_the_plan_is_refused_when_the_disk_is_too_small(tiny_model, tmp_path):
     (folder / "manifest.json").write_text(json.dumps({
         "status": "complete", "fingerprint": "f", "counts": {"done": 100_000, "prompt_tokens": 0,
                                                              "completion_tokens": 100_000 * 2048}}))
-    refused = run_stage("02_extract_hidden_states.py", "--run-dir", tmp_path / "run", "--model", big, "--dry-run", check=3)
+    refused = run_stage("02_extract_hidden_states.py", "--run-dir", tmp_path / "run", "--model", big, "--dry-run",
+                        check=3)
     assert "6.7 TB" in refused.stderr and "the disk is too small" in refused.stderr
     assert not (tmp_path / "run" / "02_states").exists()
 

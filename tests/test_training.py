@@ -13,7 +13,7 @@ import pytest
 import torch
 from pipeline import LAYERS, ROOT, manifest, run_stage, tree, write_traces
 
-from eagle3 import acceptance, batches, drafter, files, trainstate, training, verifier, vocab
+from eagle3 import acceptance, batches, drafter, files, training, trainstate, verifier, vocab
 from eagle3.batches import TrainingSample
 from eagle3.errors import PreconditionError
 from eagle3.options import TrainSection
