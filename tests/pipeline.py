@@ -2,8 +2,11 @@
 
 import json
 import os
+import random
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 from eagle3 import files, traces
@@ -50,6 +53,19 @@ def write_traces(run_dir: Path, model: Path, count: int = 12, new_tokens: int = 
         "counts": {"done": total, "prompt_tokens": 100, "completion_tokens": 300},
     })
     return folder
+
+
+def kill_at_random_moments(script: str, *arguments: object, longest_s: float) -> None:
+    """Start a stage and SIGKILL it at random moments, EAGLE3_KILLS times (default 3); it must not end by itself."""
+    rng = random.Random(0)
+    for _ in range(int(os.environ.get("EAGLE3_KILLS", "3"))):
+        process = subprocess.Popen([sys.executable, ROOT / script, *map(str, arguments)], stderr=subprocess.PIPE,
+                                   text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        timer = threading.Timer(rng.uniform(0.5, longest_s), process.kill)
+        timer.start()
+        errors = process.communicate()[1]
+        timer.cancel()
+        assert process.returncode in (0, -signal.SIGKILL), errors[-4000:]
 
 
 def manifest(folder: Path) -> dict:

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from pipeline import LAYERS, manifest, run_stage, tree, write_traces
+from pipeline import LAYERS, kill_at_random_moments, manifest, run_stage, tree, write_traces
 
 from eagle3 import capture, verifier
 from eagle3.batches import read_samples
@@ -87,10 +87,13 @@ def captured(tiny_model, tmp_path_factory):
     return run_dir
 
 
+def extract_arguments(run_dir, model):
+    return ["02_extract_hidden_states.py", "--run-dir", run_dir, "--model", model, "--backend", "hf", "--dtype",
+            "float32", "--layers", *LAYERS.split(), "--max-length", 64, "--batch-tokens", 64]
+
+
 def extract(run_dir, model, *more, check=0):
-    return run_stage("02_extract_hidden_states.py", "--run-dir", run_dir, "--model", model, "--backend", "hf",
-                     "--dtype", "float32", "--layers", *LAYERS.split(), "--max-length", 64, "--batch-tokens", 64,
-                     *more, check=check)
+    return run_stage(*extract_arguments(run_dir, model), *more, check=check)
 
 
 def test_the_store_holds_what_the_design_says(captured, tiny_model):
@@ -141,6 +144,15 @@ def test_halved_and_emptied_files_are_captured_again_and_only_they(captured, tin
     extract(run_dir, tiny_model)
     changed = {p.name for p in files.iterdir() if p.stat().st_mtime_ns != before[p.name]}
     assert changed == {half.name, empty.name}
+    assert tree(run_dir / "02_states") == tree(captured / "02_states")
+
+
+def test_sigkill_costs_nothing(captured, tiny_model, tmp_path):
+    run_dir = tmp_path / "run"
+    shutil.copytree(captured / "01_traces", run_dir / "01_traces")
+    arguments = extract_arguments(run_dir, tiny_model)
+    kill_at_random_moments(*arguments, longest_s=12)
+    run_stage(*arguments)
     assert tree(run_dir / "02_states") == tree(captured / "02_states")
 
 

@@ -1,17 +1,15 @@
 """Batches, the draft-round walk, training steps, checkpoints, resume, and stage 04 as a process."""
 
-import os
 import random
 import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
 import torch
-from pipeline import LAYERS, ROOT, manifest, run_stage, tree, write_traces
+from pipeline import LAYERS, ROOT, kill_at_random_moments, manifest, run_stage, tree, write_traces
 
 from eagle3 import acceptance, batches, drafter, files, training, trainstate, verifier, vocab
 from eagle3.batches import TrainingSample
@@ -270,24 +268,11 @@ def test_the_same_again_does_nothing_and_new_flags_go_beside(undisturbed, prepar
     assert manifest(other)["status"] == "complete"
 
 
-def kill_and_resume(command: list, kills: int, seed: int) -> int:
-    """Start the command again and again, kill it after a random time; return how often it was killed alive."""
-    rng, killed = random.Random(seed), 0
-    for _ in range(kills):
-        process = subprocess.Popen([sys.executable, *map(str, command)], stderr=subprocess.DEVNULL,
-                                   env=os.environ | {"OMP_NUM_THREADS": "1"})
-        time.sleep(rng.uniform(2.0, 8.0))
-        killed += process.poll() is None
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    return killed
-
-
 def test_sigkill_costs_nothing(undisturbed, prepared, tiny_model, tmp_path):
     run_dir = tmp_path / "run"
     shutil.copytree(prepared, run_dir, ignore=shutil.ignore_patterns("04_train", "logs"))
     arguments = train_arguments(run_dir, tiny_model)
-    assert kill_and_resume([ROOT / "04_train.py", *arguments], 3, seed=4)
+    kill_at_random_moments("04_train.py", *arguments, longest_s=9)
     run_stage("04_train.py", *arguments)
     assert tree(run_dir / "04_train") == tree(undisturbed)
 
