@@ -9,6 +9,7 @@ from pathlib import Path
 from queue import Empty, Queue
 from typing import Any
 
+from eagle3 import engines
 from eagle3 import verifier as verifiers
 from eagle3.capture import CONVENTION
 from eagle3.errors import PreconditionError
@@ -69,7 +70,9 @@ class Capture:
             "max_length": max_length,
             "batch_tokens": max(batch_tokens, max_length),
             "tensor_parallel_size": engine.tensor_parallel_size,
-            "engine_args": engine.args,
+            "engine_args": [*engines.mla_on_cpu_args(engine, self.verifier.folder), *engine.args]
+            if backend == "vllm"
+            else [],
             "directory": str(store.files),
             # One entry: safetensors writes several in random order, and the same states would differ in bytes.
             "metadata": {
@@ -160,8 +163,6 @@ class Capture:
 
 def engine_environment(engine: EngineOptions) -> dict[str, str]:
     """Return the environment for the engine: its defaults on this machine, then the user's."""
-    from eagle3 import engines
-
     return {**engines.default_env(engine), **engines.one_process_on_cpu(engine), **engine.env}
 
 
@@ -169,8 +170,6 @@ def resolve_dtype(requested: str, engine: EngineOptions) -> str:
     """Return the verifier's precision for capture: as asked, else the server's, so that states fit its replies."""
     if requested != "auto":
         return requested
-    from eagle3 import engines
-
     words = [*engines.cpu_args(engine), *engine.args]
     given = [value for name, value in zip(words, words[1:], strict=False) if name == "--dtype"]
     return given[-1] if given and given[-1] != "auto" else "bfloat16"

@@ -101,7 +101,7 @@ def worst_ratio(candidate: torch.Tensor, accepted: torch.Tensor) -> float:
 ])
 def test_vllm_states_agree_with_transformers(name, layers, shifted, request, tmp_path):
     model = request.getfixturevalue(name)
-    write_sequences(tmp_path, 490)
+    write_sequences(tmp_path, 300)
     reference = states_of(tmp_path, model, layers, "hf", "float32")
     bf16 = errors(states_of(tmp_path, model, layers, "hf", "bfloat16"), reference)
     vllm = errors(states_of(tmp_path, model, layers, "vllm", "bfloat16"), reference)
@@ -111,7 +111,7 @@ def test_vllm_states_agree_with_transformers(name, layers, shifted, request, tmp
     assert ratio <= 1.5
 
     run = tmp_path / "shifted"
-    write_sequences(run, 490)
+    write_sequences(run, 300)
     off_by_one = errors(states_of(run, model, shifted, "hf", "bfloat16"), reference)[:, :3]
     assert worst_ratio(off_by_one, bf16[:, :3]) > 1.5
 
