@@ -7,6 +7,7 @@ border: before it only checks and estimates, after it the directory is locked an
 import contextlib
 import errno
 import json
+import logging
 import os
 import shlex
 import shutil
@@ -49,6 +50,12 @@ def main(documentation: str, options_class: type[Options], run: Callable[[Option
     if code and (path := os.environ.get(EXIT_FILE)):
         with contextlib.suppress(FileExistsError), open(path, "x", encoding="utf-8") as file:
             file.write(str(code))
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        # Threads of torch's process group now and then abort the interpreter's own shutdown ("terminate called
+        # without an active exception"), and torchrun would report a finished run as failed.
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(code)
     sys.exit(code)
 
 
