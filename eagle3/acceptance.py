@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from eagle3 import drafter as drafters
-from eagle3 import files
 from eagle3 import verifier as verifiers
 from eagle3.batches import Batch, TrainingSample, collate
 from eagle3.states import Sample, StateStore
@@ -199,8 +198,3 @@ def _mask(sample: Sample) -> Any:
     import numpy as np
 
     return np.asarray(sample.loss_mask, dtype=bool)
-
-
-def drafter_digest(folder: Path) -> str:
-    """Return the hash of an exported drafter's weights and configuration."""
-    return files.sha256_json([files.sha256_file(folder / name) for name in ("config.json", "model.safetensors")])

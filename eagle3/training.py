@@ -157,7 +157,7 @@ class Trainer:
         norm = torch.nn.utils.clip_grad_norm_(trainable(self.model).values(), self.options.max_grad_norm or math.inf)
         if not math.isfinite(loss_value) or not math.isfinite(float(norm)):
             raise StageError("the loss is not finite", found=f"loss {loss_value}, gradient norm {float(norm)}",
-                             fix="lower --lr, or look for damaged states with --verify")
+                             fix="lower --lr and run the same command again: add --out to keep this result")
         self.optimizer.step()
         return {"loss": loss_value, "grad_norm": float(norm), "lr": rate}
 
@@ -209,7 +209,7 @@ class Trainer:
 
 
 class Throughput:
-    """Tokens per second since it was made (or last reset), without the first steps' warm-up."""
+    """Tokens per second since it was made."""
 
     def __init__(self) -> None:
         self._start, self._tokens = time.monotonic(), 0
