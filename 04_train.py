@@ -42,8 +42,6 @@ def run(options: TrainOptions, stage: Stage) -> None:
     if not open_once(options, stage, upstream):
         return None
 
-    import torch
-
     from eagle3 import batches, drafter, trainstate, vocab
     from eagle3.epochs import Loop
     from eagle3.states import StateStore, load_dataset
@@ -57,11 +55,8 @@ def run(options: TrainOptions, stage: Stage) -> None:
         training, held_out = batches.split(samples, train.validation_fraction, train.seed)
         plan = Plan(training, train, train.accumulation * processes.world)
         d2t, t2d = vocab.load_mapping(mapping / vocab.MAPPING)
-        attention = train.attention if train.attention != "auto" else (
-            "flex" if torch.cuda.is_available() else "documents")
         model = drafter.build(facts, upstream["states"]["layers"], d2t, t2d,
-                              drafter.layer_shape(facts, train.intermediate_size), seed=train.seed,
-                              attention=attention).to(processes.device)
+                              drafter.layer_shape(facts, train.intermediate_size), seed=train.seed).to(processes.device)
         trainer = Trainer(model, store, train, processes)
         loop = Loop(stage, facts, trainer, plan, held_out)
         packed = plan.packed(0)

@@ -5,16 +5,17 @@ walk does what the engine does: from the last known token draft k tokens, accept
 take one token from the verifier, go on from there. Valid for greedy output of this verifier on this engine.
 """
 
-import contextlib
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from eagle3 import drafter as drafters
+from eagle3 import ttt
 from eagle3 import verifier as verifiers
 from eagle3.batches import Batch, TrainingSample, collate
 from eagle3.states import Sample, StateStore
@@ -79,68 +80,44 @@ def walk(ids: list[int], drafted: list[list[int]], first_generated: int, draft_t
     return result
 
 
-def draft(
-    model: Any, batch: Batch, steps: int, *, with_loss: bool = False, autocast: Any = None, **loss_arguments: Any
-) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """Run the drafter over a batch and return what it drafts at each step, as target ids.
-
-    Returns:
-        (drafted, metrics): drafted[s] is [T] int64 on the CPU, the top-1 target id of TTT step s at each
-        shifted position; metrics are speculators' loss sums (empty without `with_loss`).
-    """
-    inputs = on_device(batch, model.fc.weight, with_teacher=with_loss)
-    with torch.inference_mode(), autocast or contextlib.nullcontext():
-        result = drafters.run(model, **inputs, ttt_steps=steps, **loss_arguments)
-    tokens, metrics = (result[0], result[2]) if with_loss else (result, {})
-    rows = [step[0] if model.d2t is None else step[0] + model.d2t[step[0]] for step in tokens]
-    return [row.cpu() for row in rows], metrics
-
-
-def on_device(batch: Batch, like: torch.Tensor, *, with_teacher: bool = True) -> dict[str, Any]:
-    """Return a batch's inputs on the device of `like`, the states in its dtype."""
-    inputs = dict(batch.inputs)
-    if not with_teacher:
-        del inputs["verifier_last_hidden_states"], inputs["loss_mask"]
-    return {
-        name: value.to(like.device, like.dtype if value.is_floating_point() else None, non_blocking=True)
-        if isinstance(value, torch.Tensor)
-        else value
-        for name, value in inputs.items()
-    }
-
-
 def walk_batch(
     batch: Batch, members: list[TrainingSample], drafted: list[torch.Tensor], draft_tokens: int
 ) -> Acceptance:
-    """Return the pooled acceptance of a batch's sequences."""
+    """Return the pooled acceptance of a batch's sequences: each stretch of generated tokens is walked by itself.
+
+    Args:
+        drafted: drafted[s] is [T] int64, what `ttt.draft` gives.
+    """
     total = Acceptance(0, [0] * draft_tokens)
-    ids, start = batch.inputs["input_ids"][0], 0
-    for sample, length in zip(members, batch.inputs["document_lengths"], strict=True):
+    start = 0
+    for sample, length in zip(members, batch.lengths, strict=True):
         span = slice(start, start + length)
-        generated = sample.loss_mask[: length + 1]
-        if generated.any():
-            sequence = [-1, *ids[span].tolist()]  # token 0 is in no shifted position and is never predicted
-            first = max(1, int(generated.argmax()))
-            total.add(walk(sequence, [step[span].tolist() for step in drafted], first, draft_tokens))
+        sequence = [-1, *batch.ids[span].tolist()]  # token 0 is read at no position and is never predicted
+        rows = [step[span].tolist() for step in drafted]
+        for first, stop in stretches(sample.loss_mask[: length + 1]):
+            total.add(walk(sequence[:stop], rows, max(1, first), draft_tokens))
         start += length
     return total
 
 
-def accuracy_counts(batch: Batch, drafted: list[torch.Tensor]) -> torch.Tensor:
-    """Return [steps, 2] counts (correct at this and all earlier steps, supervised positions).
+def stretches(mask: np.ndarray) -> list[tuple[int, int]]:
+    """Return (first, stop) of each run of True in a mask."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(np.int8), [0]])))
+    return [(int(first), int(stop)) for first, stop in edges.reshape(-1, 2)]
 
-    A token outside the draft vocabulary is a miss. Position p at step s is judged against token p + 2 + s,
-    as far as that is generated text of the same document.
+
+def accuracy_counts(batch: Batch, drafted: list[torch.Tensor]) -> torch.Tensor:
+    """Return [steps, 2] counts (correct at this and all earlier steps, judged positions).
+
+    A token outside the draft vocabulary is a miss. Position p at step s is judged against token p + 2 + s.
     """
-    ids, mask = batch.inputs["input_ids"][0], batch.inputs["loss_mask"][0]
-    documents = batch.inputs["document_ids"][0]
     counts = torch.zeros(len(drafted), 2, dtype=torch.float64)
-    correct = mask.clone()
+    correct = batch.mask.clone()
     for step, tokens in enumerate(drafted):
-        ahead = step + 1
-        judged = mask[:-ahead] & (documents[:-ahead] == documents[ahead:])
-        correct = correct[: len(judged)] & judged & (tokens[:-ahead] == ids[ahead:])
-        counts[step, 0], counts[step, 1] = correct.sum(), judged.sum()
+        positions = batch.rows[batch.judged[step][0]]
+        right = correct[positions] & (tokens[positions] == batch.ids[positions + step + 1])
+        correct = torch.zeros_like(correct).index_fill_(0, positions[right], True)
+        counts[step, 0], counts[step, 1] = right.sum(), len(positions)
     return counts
 
 
@@ -150,8 +127,10 @@ def predict(
     """Return the pooled acceptance of packed samples of a store (temperature 0, top-1 draft)."""
     total = Acceptance(0, [0] * draft_tokens)
     for members in packed:
-        batch = collate(store, members, batch_tokens, pad=False, verify=True)
-        drafted, _ = draft(model, batch, draft_tokens)
+        batch = collate(store, members, batch_tokens, draft_tokens, verify=True)
+        with torch.inference_mode():
+            weight = model.fc.weight
+            drafted, _ = ttt.draft(model, batch.to(weight.device, weight.dtype), draft_tokens)
         total.add(walk_batch(batch, members, drafted, draft_tokens))
     return total
 
@@ -187,14 +166,10 @@ def predict_for_replies(*, stage: Any, options: Any, drafter: Path, replies: lis
     model = drafters.load(drafter, facts)
     result = {k: Acceptance(0, [0] * k) for k in counts}
     for sample in samples:
-        member = TrainingSample(sample.i, entries[sample.i].get("sha256", ""), _mask(sample))
+        member = TrainingSample(sample.i, entries[sample.i].get("sha256", ""),
+                                np.asarray(sample.loss_mask, dtype=bool))
         for k in counts:
             result[k].add(predict(model, store, [[member]], len(sample.input_ids), k))
     shutil.rmtree(store.directory, ignore_errors=True)
     return result[counts[0]] if isinstance(draft_tokens, int) else result
 
-
-def _mask(sample: Sample) -> Any:
-    import numpy as np
-
-    return np.asarray(sample.loss_mask, dtype=bool)

@@ -6,7 +6,7 @@ the batches that an undisturbed one would have seen, and the same sums come out 
 
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import Full, Queue
 from typing import Any
 
@@ -32,23 +32,59 @@ class TrainingSample:
         """Positions that it takes in a batch: one less than its tokens, because inputs are shifted by one."""
         return len(self.loss_mask) - 1
 
-    def supervised(self) -> np.ndarray:
-        """Return the mask [T - 1] bool of the shifted positions that carry loss.
+    def supervised(self, longest: int | None = None) -> np.ndarray:
+        """Return the mask [T - 1] bool of the shifted positions that carry loss, the sample cut to `longest`.
 
         Position p reads token p + 1 and predicts token p + 2. It counts when both were generated: a drafter
         is asked only from the first generated token on, and nothing follows the last one.
         """
-        generated = self.loss_mask[1:]
+        generated = self.loss_mask[1:][:longest]
         return generated & np.append(generated[1:], False)
 
 
 @dataclass
 class Batch:
-    """Packed sequences as Eagle3DraftModel takes them; T is the sum of the document lengths (plus padding)."""
+    """Packed sequences, T positions in all. Position p of a document stands for its token p (from 0).
 
-    inputs: dict[str, Any]
-    supervised: int
-    tokens: int
+    Attributes:
+        ids: [T] int64, the token that is read at a position: token p + 1.
+        positions: [T] int64, RoPE position p + 1.
+        aux: [T, A x H], the auxiliary states of token p.
+        teacher: [S, H], the teacher states of token p + 1 at the S supervised positions, in order.
+        mask: [T] bool, the supervised positions.
+        lengths: positions of each document.
+        rows: [R] int64, the positions that the drafter computes: of each document the stretch from the first to
+            the last supervised one. Earlier ones serve as keys and values only.
+        spans: (start, first, stop) of each document with such rows: they are first..stop - 1.
+        judged: for each TTT step s the pair ([N] indexes into rows, [N] indexes into teacher) of the rows that carry
+            loss there: positions p with p..p + s all supervised; the teacher is that of position p + s.
+    """
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    aux: torch.Tensor
+    teacher: torch.Tensor
+    mask: torch.Tensor
+    lengths: list[int]
+    rows: torch.Tensor
+    spans: list[tuple[int, int, int]]
+    judged: list[tuple[torch.Tensor, torch.Tensor]]
+
+    @property
+    def supervised(self) -> int:
+        """How many positions carry loss at the first step."""
+        return len(self.teacher)
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> "Batch":
+        """Return the batch on a device, the states in `dtype`."""
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(device, dtype if tensor.is_floating_point() else None, non_blocking=True)
+
+        return replace(
+            self, ids=move(self.ids), positions=move(self.positions), aux=move(self.aux), teacher=move(self.teacher),
+            mask=move(self.mask), rows=move(self.rows),
+            judged=[(move(rows), move(teacher)) for rows, teacher in self.judged])
 
 
 def read_samples(store: StateStore, masks: list[np.ndarray], limit: int | None = None) -> list[TrainingSample]:
@@ -123,47 +159,56 @@ def efficiency(packed: list[list[TrainingSample]], batch_tokens: int) -> float:
     return used / (len(packed) * batch_tokens) if packed else 0.0
 
 
-def collate(store: StateStore, members: list[TrainingSample], batch_tokens: int, pad: bool, verify: bool) -> Batch:
-    """Load and pack samples.
-
-    Inputs are shifted as in EAGLE: position p holds token p + 1, the auxiliary states of token p and the
-    teacher state of token p + 1. Positions count from 1 in each document; documents attend to themselves only.
-
-    Args:
-        pad: fill up to `batch_tokens` (static shapes for compiled kernels).
-        verify: check each file's checksum.
-    """
-    columns: dict[str, list[torch.Tensor]] = {name: [] for name in ("ids", "aux", "teacher", "mask", "positions")}
-    lengths = []
+def collate(store: StateStore, members: list[TrainingSample], batch_tokens: int, steps: int, verify: bool) -> Batch:
+    """Load and pack samples for `steps` TTT steps; `verify` checks each file's checksum."""
+    columns: dict[str, list[torch.Tensor]] = {name: [] for name in ("ids", "aux", "teacher", "positions")}
+    lengths, masks = [], []
     for sample in members:
         states, ids = store.load(sample.i, sample.sha256 if verify else None)
         if not torch.isfinite(states).all():
             raise PreconditionError("NaN or Inf in hidden states", where=store.path(sample.i),
                                     fix="remove the file and run 02_extract_hidden_states.py again")
-        length = min(sample.length, batch_tokens)
+        length, mask = min(sample.length, batch_tokens), sample.supervised(batch_tokens)
         lengths.append(length)
+        masks.append(mask)
         columns["ids"].append(ids[1 : length + 1])
         columns["aux"].append(states[:length, :-1].flatten(1))
-        columns["teacher"].append(states[1 : length + 1, -1])
-        columns["mask"].append(torch.from_numpy(sample.supervised()[:length].copy()))
+        columns["teacher"].append(states[1 : length + 1, -1][torch.from_numpy(mask)])
         columns["positions"].append(torch.arange(1, length + 1))
-    if pad and sum(lengths) < batch_tokens:
-        missing = batch_tokens - sum(lengths)
-        for tensors in columns.values():
-            tensors.append(tensors[0].new_zeros(missing, *tensors[0].shape[1:]))
-    joined = {name: torch.cat(tensors)[None] for name, tensors in columns.items()}
-    documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    padding = documents.new_full((joined["ids"].shape[1] - len(documents),), -1)
-    inputs = {
-        "input_ids": joined["ids"],
-        "hidden_states": joined["aux"],
-        "verifier_last_hidden_states": joined["teacher"],
-        "loss_mask": joined["mask"],
-        "position_ids": joined["positions"],
-        "document_ids": torch.cat([documents, padding])[None],
-        "document_lengths": lengths,
-    }
-    return Batch(inputs, int(joined["mask"].sum()), sum(lengths))
+    mask = np.concatenate(masks)
+    spans = _spans(masks)
+    rows = np.concatenate([np.arange(first, stop) for _, first, stop in spans]) if spans else np.zeros(0, np.int64)
+    return Batch(
+        **{name: torch.cat(tensors) for name, tensors in columns.items()},
+        mask=torch.from_numpy(mask),
+        lengths=lengths,
+        rows=torch.from_numpy(rows),
+        spans=spans,
+        judged=_judged(mask, rows, steps),
+    )
+
+
+def _spans(masks: list[np.ndarray]) -> list[tuple[int, int, int]]:
+    spans, start = [], 0
+    for mask in masks:
+        if len(found := np.flatnonzero(mask)):
+            spans.append((start, start + int(found[0]), start + int(found[-1]) + 1))
+        start += len(mask)
+    return spans
+
+
+def _judged(mask: np.ndarray, rows: np.ndarray, steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the rows that carry loss at each step with their teachers (no stretch crosses documents: the last
+    position of a document is never supervised)."""
+    place = np.cumsum(mask) - 1  # of each supervised position among all of them
+    alive, result = mask.copy(), []
+    for step in range(steps):
+        if step:
+            alive[:-step] &= mask[step:]
+            alive[-step:] = False
+        judged = np.flatnonzero(alive[rows])
+        result.append((torch.from_numpy(judged), torch.from_numpy(place[rows[judged] + step])))
+    return result
 
 
 class Prefetcher:

@@ -13,9 +13,8 @@ import torch
 from eagle3 import files
 from eagle3.checkpoint import FROZEN, canonical_key
 from eagle3.errors import PreconditionError
-from eagle3.verifier import Verifier, load_shared_weights
+from eagle3.verifier import Verifier, load_layer_weights, load_shared_weights
 
-ATTENTION = "eagle3_documents"
 _MLA_HEAD_DIM = 128
 
 
@@ -61,7 +60,6 @@ def build(
     shape: dict[str, Any],
     *,
     seed: int = 0,
-    attention: str = "documents",
 ) -> Any:
     """Return a fresh Eagle3DraftModel in float32 on the CPU with the verifier's shared weights in it.
 
@@ -69,13 +67,12 @@ def build(
         layers: the four captured layers; all but the last are the auxiliary ids.
         d2t, t2d: the vocabulary mapping, int64 [D] and bool [V].
         shape: from `layer_shape`.
-        attention: "documents" (block by block, any device) or "flex" (compiled, GPUs).
     """
     if len(t2d) != verifier.vocab_size:
         raise PreconditionError("the mapping is of another vocabulary", expected=f"{verifier.vocab_size} target ids",
                                 found=f"{len(t2d)}", fix="run 03_build_vocab_mapping.py for this verifier")
     torch.manual_seed(seed)
-    model = _empty_model(verifier, layers, len(d2t), shape, attention)
+    model = _empty_model(verifier, layers, len(d2t), shape)
     model.load_vocab_mappings(t2d, d2t)
     shared = load_shared_weights(verifier, ("embed_tokens", "lm_head", "norm"))
     head = shared["lm_head"][t2d]
@@ -84,26 +81,40 @@ def build(
         model.lm_head.weight.copy_(head)
         model.verifier_lm_head.weight.copy_(head)
         model.verifier_norm.weight.copy_(shared["norm"])
-        start_from_verifier(model, shared["norm"])
+        start_from_verifier(model, verifier, shared["norm"])
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.startswith(FROZEN))
     return model
 
 
-def start_from_verifier(model: Any, norm: torch.Tensor) -> None:
+def start_from_verifier(model: Any, verifier: Verifier, norm: torch.Tensor) -> None:
     """Let a fresh drafter begin where the verifier leaves off instead of at noise.
 
     fc passes the deepest auxiliary state through, and the final norm is the verifier's, so that with lm_head
     (the verifier's rows) the residual stream means next tokens from the first step on. After three epochs on
-    100 short replies that was 23.5% accuracy at the first step against 17.1% from random weights.
+    100 short replies that was 23.5% accuracy at the first step against 17.1% from random weights. The decoder
+    layer starts as the verifier's last one where shapes are the same (not with MLA, experts or quantization),
+    reading hidden states as that does; what it makes of embeddings is left to training.
     """
     hidden = model.hidden_size
     model.fc.weight.normal_(0.0, 0.1 * model.config.transformer_layer_config.initializer_range)
     model.fc.weight[:, -hidden:] += torch.eye(hidden)
     model.norm.weight.copy_(norm)
 
+    layer, theirs = model.layers[0], load_layer_weights(verifier, verifier.num_layers - 1)
+    projections = {name: getattr(layer.self_attn, name).weight for name in ("q_proj", "k_proj", "v_proj")}
+    attention = {f"self_attn.{name}.weight": weight[:, hidden:] for name, weight in projections.items()}
+    attention |= {"self_attn.o_proj.weight": layer.self_attn.o_proj.weight,
+                  "input_layernorm.weight": layer.hidden_norm.weight}
+    mlp = {f"mlp.{name}.weight": weight.weight for name, weight in layer.mlp.named_children() if name != "act_fn"}
+    mlp["post_attention_layernorm.weight"] = layer.post_attention_layernorm.weight
+    for block in (attention, mlp):
+        if all(name in theirs and theirs[name].shape == weight.shape for name, weight in block.items()):
+            for name, weight in block.items():
+                weight.copy_(theirs[name])
 
-def load(folder: Path, verifier: Verifier, *, attention: str = "documents") -> Any:
+
+def load(folder: Path, verifier: Verifier) -> Any:
     """Return the drafter of a served checkpoint (flat config.json, `layers.0.` or `midlayer.` keys).
 
     The embedding comes from the verifier unless the checkpoint ships its own. PreconditionError names keys
@@ -115,7 +126,7 @@ def load(folder: Path, verifier: Verifier, *, attention: str = "documents") -> A
     tensors = {canonical_key(key): value for key, value in load_file(folder / "model.safetensors").items()}
     shape = {name: config[name] for name in layer_shape(verifier) if name in config}
     layers = [*config["eagle_aux_hidden_state_layer_ids"], verifier.num_layers - 1]
-    model = build(verifier, layers, tensors["d2t"], tensors["t2d"], shape, attention=attention)
+    model = build(verifier, layers, tensors["d2t"], tensors["t2d"], shape)
     expected = {name: tensor.shape for name, tensor in model.state_dict().items()
                 if not name.startswith(("verifier_", "embed_tokens"))}
     missing, unknown = expected.keys() - tensors.keys(), tensors.keys() - expected.keys() - {"embed_tokens.weight"}
@@ -132,15 +143,14 @@ def load(folder: Path, verifier: Verifier, *, attention: str = "documents") -> A
     return model.eval()
 
 
-def _empty_model(verifier: Verifier, layers: list[int], draft_vocab_size: int, shape: dict, attention: str) -> Any:
+def _empty_model(verifier: Verifier, layers: list[int], draft_vocab_size: int, shape: dict) -> Any:
     from speculators.config import SpeculatorsConfig, VerifierConfig
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
     from speculators.proposals.greedy import GreedyTokenProposalConfig
     from transformers import LlamaConfig
 
-    _register_attention()
     layer_config = LlamaConfig(**shape)
-    layer_config._attn_implementation = ATTENTION if attention == "documents" else "simple_flex_attention"
+    layer_config._attn_implementation = "eager"  # only speculators' own forward asks; eagle3.ttt has its own
     config = Eagle3SpeculatorConfig(
         transformer_layer_config=layer_config,
         draft_vocab_size=draft_vocab_size,
@@ -153,79 +163,7 @@ def _empty_model(verifier: Verifier, layers: list[int], draft_vocab_size: int, s
             verifier=VerifierConfig(name_or_path=None, architectures=[verifier.architecture]),
         ),
     )
-    model = Eagle3DraftModel(config)
-    if attention == "documents":
-        model.uses_full_attn = False  # no dense [T, steps x T] mask: the attention below needs none
-    return model
-
-
-def _register_attention() -> None:
-    from transformers.modeling_utils import AttentionInterface
-
-    AttentionInterface.register(ATTENTION, document_attention)
-
-
-def document_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float,
-    document_lengths: list[int] | None = None,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attention of one TTT step, document by document.
-
-    At step s the keys are those of the T true tokens followed by s blocks of T draft tokens. A query sees the
-    true tokens of its document up to its own position, and of each draft block only its own position: a
-    triangle and s diagonals. A dense mask would cost T x (s + 1) x T for what is T x document length.
-
-    Args:
-        query: [1, heads, T, d]; key, value: [1, KV heads, (s + 1) x T, d].
-        document_lengths: lengths of the packed documents; what is past their sum is padding and gets zeros.
-    Returns:
-        ([1, T, heads, d], None).
-    """
-    tokens, groups = query.shape[2], query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    keys, values = key.split(tokens, dim=2), value.split(tokens, dim=2)
-    query = query * scaling
-    pieces = []
-    start = 0
-    for length in document_lengths or [tokens]:
-        span = slice(start, start + length)
-        q = query[:, :, span]
-        hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu_(1)
-        scores = (q @ keys[0][:, :, span].transpose(-1, -2)).masked_fill(hidden, float("-inf"))
-        diagonals = [(q * block[:, :, span]).sum(-1, keepdim=True) for block in keys[1:]]
-        weights = torch.cat([scores, *diagonals], dim=-1).softmax(-1, dtype=torch.float32).to(q.dtype)
-        out = weights[..., :length] @ values[0][:, :, span]
-        for step, block in enumerate(values[1:]):
-            out = out + weights[..., length + step, None] * block[:, :, span]
-        pieces.append(out)
-        start += length
-    if start < tokens:
-        pieces.append(query.new_zeros(1, query.shape[1], tokens - start, query.shape[3]))
-    return torch.cat(pieces, dim=2).transpose(1, 2).contiguous(), None
-
-
-def run(model: Any, **inputs: Any) -> Any:
-    """Call the drafter's forward: compiled with flex attention, else as it is.
-
-    speculators compiles forward wherever it sees a GPU; block-by-block attention over documents of ever other
-    lengths would be compiled anew for each batch.
-    """
-    if is_compiled(model):
-        inputs.pop("document_lengths", None)
-        return model(**inputs)
-    with torch.compiler.set_stance("force_eager"):
-        return model(**inputs)
-
-
-def is_compiled(model: Any) -> bool:
-    """Say whether the drafter runs compiled, so that batches must have one shape."""
-    return bool(model._attn_impl != ATTENTION)
+    return Eagle3DraftModel(config)
 
 
 def served_config(model: Any, verifier: Verifier) -> dict[str, Any]:

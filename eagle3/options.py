@@ -177,8 +177,6 @@ class TrainSection:
     dtype: str = option("auto", "compute precision; auto: bfloat16 on GPUs, float32 on CPUs; weights are float32",
                         choices=("auto", "bfloat16", "float32"))
     gpus: int = option(1, "processes, one a GPU; more than one starts torchrun", unit="processes", minimum=1)
-    attention: str = option("auto", "auto: flex (compiled) on GPUs, documents (block by block) on CPUs",
-                            choices=("auto", "flex", "documents"), results=False)
     save_every_min: float = option(10.0, "checkpoint at least this often, besides each epoch's end", unit="minutes",
                                    minimum=0.0, results=False)
     save_every_steps: int | None = option(

@@ -135,6 +135,19 @@ def load_shared_weights(verifier: Verifier, names: tuple[str, ...]) -> "dict[str
     return result
 
 
+def load_layer_weights(verifier: Verifier, layer: int) -> "dict[str, torch.Tensor]":
+    """Load what the files hold of decoder layer `layer`, by the name inside the layer (`mlp.up_proj.weight`)."""
+    from safetensors import safe_open
+
+    marker = f"model.layers.{layer}."
+    result = {}
+    for key, shard in sorted(weight_map(verifier.folder).items()):
+        if key.startswith(marker) or f".{marker}" in key:
+            with safe_open(verifier.folder / shard, framework="pt") as file:
+                result[key.split(marker)[1]] = file.get_tensor(key)
+    return result
+
+
 def _find(tensors: dict[str, str], name: str, verifier: Verifier) -> str:
     wanted = _SUFFIXES["embed_tokens"] if name == "lm_head" and verifier.tied_embeddings else _SUFFIXES[name]
     for suffix in wanted:

@@ -5,13 +5,14 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from pipeline import LAYERS, ROOT, kill_at_random_moments, manifest, run_stage, tree, write_traces
 
-from eagle3 import acceptance, batches, drafter, files, training, trainstate, verifier, vocab
+from eagle3 import acceptance, batches, drafter, files, training, trainstate, ttt, verifier, vocab
 from eagle3.batches import TrainingSample
 from eagle3.errors import PreconditionError
 from eagle3.options import TrainSection
@@ -113,33 +114,87 @@ def parts(prepared, tiny_model):
     return build, store, samples
 
 
-def test_document_attention_equals_a_dense_mask(parts):
-    build, store, samples = parts
-    batch = batches.collate(store, samples[:5], 1000, pad=False, verify=True)
-    documents, dense = build(), build(attention="flex")
+def resolve(loss):
     from speculators.losses import resolve_loss_config
+
+    return resolve_loss_config(loss, "eager")
+
+
+def speculators_loss(model, batch, steps):
+    """What speculators' own forward computes for the same batch (one document, all supervised)."""
     from speculators.models.attention import create_float_mask
 
-    dense._attn_impl = dense.config.transformer_layer_config._attn_implementation = "eager"
-    dense._create_mask_fn = create_float_mask
-    for model in (documents, dense):
-        inputs = acceptance.on_device(batch, model.fc.weight)
-        if model is dense:
-            del inputs["document_lengths"]
-        model(**inputs, ttt_steps=3, loss_config=resolve_loss_config("kl_div", "eager"))[1].backward()
-    for name, parameter in trainstate.trainable(documents).items():
-        reference = dict(dense.named_parameters())[name].grad
+    model._create_mask_fn = create_float_mask
+    inputs = {"hidden_states": batch.aux[None], "input_ids": batch.ids[None], "position_ids": batch.positions[None],
+              "document_ids": torch.zeros_like(batch.ids)[None], "loss_mask": batch.mask[None],
+              "verifier_last_hidden_states": batch.teacher[None]}
+    with torch.compiler.set_stance("force_eager"):
+        return model(**inputs, ttt_steps=steps, loss_config=resolve("kl_div"))[1:]
+
+
+def test_loss_and_gradients_are_those_of_speculators(parts):
+    build, store, samples = parts
+    ours, theirs = build(), build()
+    states, _ = store.load(samples[0].i)
+    # speculators' loss counts every position whose target is there: supervise all
+    everything = replace(samples[0], loss_mask=np.ones_like(samples[0].loss_mask))
+    batch = batches.collate(store, [everything], 1000, 3, verify=True)
+    length = everything.length
+    assert len(batch.rows) == length - 1  # nothing is known to follow the last position
+    losses = ttt.loss(ours, batch, 3, resolve("kl_div"))
+    counts = torch.tensor([len(rows) for rows, _ in batch.judged])
+    (losses / counts).sum().backward()
+    theirs_batch = replace(batch, teacher=states[1:, -1].to(batch.aux.dtype))
+    loss, metrics = speculators_loss(theirs, theirs_batch, 3)
+    loss.backward()
+    by_step = [float(metrics[f"loss_{step}_sum"]) for step in range(3)]
+    assert by_step == pytest.approx((losses / counts).tolist(), rel=1e-4)
+    for name, parameter in trainstate.trainable(ours).items():
+        reference = dict(theirs.named_parameters())[name].grad
         assert torch.allclose(parameter.grad, reference, rtol=1e-3, atol=1e-6), name
 
 
 def test_documents_do_not_see_each_other(parts):
     build, store, samples = parts
     model = build().eval()
-    alone = batches.collate(store, [samples[3]], 1000, pad=False, verify=False)
-    packed = batches.collate(store, [samples[1], samples[3], samples[2]], 1000, pad=True, verify=False)
+    alone = batches.collate(store, [samples[3]], 1000, 3, verify=False)
+    packed = batches.collate(store, [samples[1], samples[3], samples[2]], 1000, 3, verify=False)
     start = samples[1].length
-    for one, many in zip(acceptance.draft(model, alone, 3)[0], acceptance.draft(model, packed, 3)[0], strict=True):
+    for one, many in zip(ttt.draft(model, alone, 3)[0], ttt.draft(model, packed, 3)[0], strict=True):
         assert torch.equal(one, many[start : start + samples[3].length])
+
+
+def test_positions_without_loss_are_left_out_and_change_nothing(parts):
+    """Rows of a second turn see the first turn; a gap in the mask is computed but not judged."""
+    build, store, samples = parts
+    sample = samples[0]
+    mask = np.zeros(sample.length + 1, dtype=bool)
+    mask[3:7] = mask[9:13] = True
+    batch = batches.collate(store, [replace(sample, loss_mask=mask)], 1000, 3, verify=False)
+    assert batch.mask.nonzero().flatten().tolist() == [2, 3, 4, 8, 9, 10]
+    assert batch.spans == [(0, 2, 11)]
+    judged = [batch.rows[rows].tolist() for rows, _ in batch.judged]
+    assert judged == [[2, 3, 4, 8, 9, 10], [2, 3, 8, 9], [2, 8]]
+    everything = batches.collate(store, [replace(sample, loss_mask=np.ones_like(mask))], 1000, 3, verify=False)
+    model = build().eval()
+    full = ttt.draft(model, everything, 3)[0]
+    for few, reference, rows in zip(ttt.draft(model, batch, 3)[0], full, judged, strict=True):
+        assert torch.equal(few[rows], reference[rows]) and (few >= 0).sum() == len(rows)
+    losses = ttt.loss(model, batch, 3, resolve("kl_div"))
+    by_hand = []
+    targets = ttt.teacher_logits(model, everything)
+    for step, logits in enumerate(ttt.logits_by_step(model, everything, 3)):
+        rows, logits = torch.tensor(judged[step]), logits.detach()
+        by_hand.append(float(resolve("kl_div")["kl_div"][0](logits[rows][None], targets[rows + step][None]).sum()))
+    assert losses.tolist() == pytest.approx(by_hand, rel=1e-5)
+
+
+def test_a_cut_sample_ends_its_loss_before_the_cut(parts):
+    _, store, samples = parts
+    sample = replace(samples[0], loss_mask=np.ones_like(samples[0].loss_mask))
+    batch = batches.collate(store, [sample, samples[1]], 10, 3, verify=False)
+    assert batch.lengths[0] == 10 and batch.mask[:10].tolist() == [True] * 9 + [False]
+    assert training.supervised([sample], 10) == 9
 
 
 def test_only_the_drafter_is_trained(parts):
@@ -147,6 +202,29 @@ def test_only_the_drafter_is_trained(parts):
     names = trainstate.trainable(build())
     assert {"fc.weight", "lm_head.weight", "norm.weight", "layers.0.self_attn.q_proj.weight"} <= names.keys()
     assert not [name for name in names if name.startswith(("embed_tokens", "verifier_"))]
+
+
+def test_a_fresh_drafter_starts_from_the_verifier(parts, tiny_model):
+    model, facts = parts[0](), verifier.read(tiny_model)
+    last = verifier.load_layer_weights(facts, facts.num_layers - 1)
+    layer, hidden = model.layers[0], facts.hidden_size
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        assert torch.equal(getattr(layer.mlp, name).weight, last[f"mlp.{name}.weight"].float())
+    for name in ("q_proj", "k_proj", "v_proj"):
+        assert torch.equal(getattr(layer.self_attn, name).weight[:, hidden:], last[f"self_attn.{name}.weight"].float())
+    assert torch.equal(layer.hidden_norm.weight, last["input_layernorm.weight"].float())
+    assert torch.allclose(model.fc.weight[:, -hidden:].diagonal().mean(), torch.tensor(1.0), atol=0.1)
+
+
+def test_a_layer_of_another_shape_is_left_alone(parts, tiny_model):
+    _, store, _ = parts
+    facts = verifier.read(tiny_model)
+    d2t, t2d = (torch.from_numpy(a) for a in vocab.build_mapping(np.ones(facts.vocab_size, dtype=np.int64), 64))
+    shape = drafter.layer_shape(facts, intermediate_size=96)
+    layer = drafter.build(facts, [2, 4, 5, 7], d2t, t2d, shape).layers[0]
+    last = verifier.load_layer_weights(facts, facts.num_layers - 1)
+    assert torch.equal(layer.self_attn.o_proj.weight, last["self_attn.o_proj.weight"].float())
+    assert torch.equal(layer.post_attention_layernorm.weight, torch.ones(facts.hidden_size))
 
 
 def test_the_learning_rate_rises_then_falls_to_its_floor():

@@ -40,6 +40,13 @@ def test_coverage_counts_occurrences_not_tokens():
     assert vocab.coverage(counts, t2d) == pytest.approx(0.9)
 
 
+def test_held_out_coverage_is_that_of_the_other_half():
+    halves = np.stack([counts_of(10, t8=9, t7=1), counts_of(10, t8=4, t9=4)])
+    assert vocab.coverage(halves.sum(0), vocab.build_mapping(halves.sum(0), 3)[1]) == 1.0
+    # {8, 7, 0} holds half of the second, {8, 9, 0} nine tenths of the first
+    assert vocab.held_out_coverage(halves, 3) == pytest.approx((0.5 + 0.9) / 2)
+
+
 @pytest.mark.parametrize("damage", [lambda d2t: d2t + 1, lambda d2t: d2t[:-1], lambda d2t: d2t * 0])
 def test_a_mapping_that_contradicts_itself_is_refused(damage):
     d2t, t2d = (torch.from_numpy(array) for array in vocab.build_mapping(counts_of(16, t5=3, t9=1), 4))
@@ -54,7 +61,7 @@ def test_the_stage_counts_generated_tokens_only_and_refuses_other_settings(tiny_
     run_stage("03_build_vocab_mapping.py", *common, "--draft-vocab-size", 64)
     result = manifest(tmp_path / "03_vocab")
     assert result["counts"]["tokens"] == 20 + 21 + 22  # completions; the prompts' tokens are not in it
-    assert result["coverage"] == 1.0
+    assert result["coverage"] == 1.0 and 0 < result["held_out_coverage"] <= 1
     d2t, t2d = vocab.load_mapping(tmp_path / "03_vocab" / vocab.MAPPING)
     assert len(d2t) == 64 and t2d.sum() == 64
 
