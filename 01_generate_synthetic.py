@@ -30,7 +30,8 @@ from eagle3 import config, files
 from eagle3.errors import FailureLimitError, StaleError, UsageError
 from eagle3.log import logger, size
 from eagle3.options import GenerateOptions
-from eagle3.stage import Stage, main, require_free_disk
+from eagle3.script import main
+from eagle3.stage import Stage, require_free_disk
 
 TRUNCATED_WARNING = 0.05  # share of replies lost to max_tokens above which the user should know
 # A line of traces.jsonl spends about 6 bytes on a token's id and 5 on its text.
@@ -177,13 +178,13 @@ def ask(options: GenerateOptions, stage: Stage, ledger: Any, prompts: list[Any])
 @contextlib.contextmanager
 def server(options: GenerateOptions, stage: Stage) -> Iterator[tuple[str, Callable[[], None]]]:
     """Yield (address ending in /v1, a function that raises when the run must stop)."""
-    from eagle3 import engines, replies
+    from eagle3 import launch, replies
 
     section = options.generate
     if not section.serve:
         yield replies.base_url(section.endpoint or ""), stage.check_stop
         return
-    with engines.serve(
+    with launch.serve(
         options.engine, Path(options.model.path), stage=stage, label="generate", extra_args=section.serve_args
     ) as started:
 

@@ -20,7 +20,8 @@ from eagle3 import config, files, log, verifier
 from eagle3.errors import FailureLimitError, PreconditionError, StaleError
 from eagle3.log import logger
 from eagle3.options import ExtractOptions
-from eagle3.stage import Stage, main, require_free_disk
+from eagle3.script import main
+from eagle3.stage import Stage, require_free_disk
 
 if TYPE_CHECKING:
     from eagle3.states import Sample, StateStore

@@ -18,7 +18,8 @@ from eagle3 import config, files, verifier
 from eagle3.errors import PreconditionError
 from eagle3.log import logger
 from eagle3.options import VocabOptions
-from eagle3.stage import Stage, main
+from eagle3.script import main
+from eagle3.stage import Stage
 
 if TYPE_CHECKING:
     import numpy as np

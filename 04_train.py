@@ -25,7 +25,8 @@ from eagle3 import config, files, log, verifier
 from eagle3.errors import Interrupted, PreconditionError
 from eagle3.log import logger
 from eagle3.options import TrainOptions
-from eagle3.stage import EXIT_FILE, Stage, main, require_free_disk
+from eagle3.script import EXIT_FILE, main
+from eagle3.stage import Stage, require_free_disk
 
 
 def run(options: TrainOptions, stage: Stage) -> None:
@@ -130,7 +131,7 @@ def launch(stage: Stage, gpus: int) -> None:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus),
                    *sys.argv]
         child = subprocess.Popen(command, env={**os.environ, EXIT_FILE: str(code_file)}, start_new_session=True)
-        stage.on_stop(lambda: os.killpg(child.pid, signal.SIGKILL))
+        stage.interrupt.on_stop(lambda: os.killpg(child.pid, signal.SIGKILL))
         passed_on = False
         while child.poll() is None:
             if stage.signal is not None and not passed_on:

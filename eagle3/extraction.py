@@ -90,7 +90,7 @@ class Capture:
         self._store.files.mkdir(parents=True, exist_ok=True)
         log = self._stage.run_dir / "logs" / f"{self._stage.directory.name}-{self._label}.log"
         self._child = Child(self._command, log_path=log, env=self._env, piped=True)
-        self._stage.on_stop(lambda: (self._child.stop(), None)[1])
+        self._stage.interrupt.on_stop(lambda: (self._child.stop(), None)[1])
         self._replies: Queue[str] = Queue()
         threading.Thread(target=self._read, daemon=True).start()
         logger.info("loading the verifier for capture (its log: %s)", log)

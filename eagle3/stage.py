@@ -1,35 +1,28 @@
-"""The manners of a stage: run directory, lock, manifest, fingerprint, signals, exit codes, last line.
+"""A stage on its directory: lock, manifest, fingerprint, upstream results, last line.
 
-A script is `run(options, stage)` plus `main(__doc__, OptionsClass, run)`. In `run`, `stage.open(...)` is the
-border: before it only checks and estimates, after it the directory is locked and writing starts.
+In a script's `run(options, stage)`, `stage.open(...)` is the border: before it only checks and estimates, after
+it the directory is locked and writing starts.
 """
 
 import contextlib
-import errno
 import json
-import logging
 import os
 import shlex
 import shutil
-import signal
-import sys
 import time
-import traceback
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from eagle3 import config, files, log, provenance
-from eagle3.errors import Interrupted, PreconditionError, StageError, StaleError, UsageError
+from eagle3.errors import Interrupted, PreconditionError, StageError, StaleError
+from eagle3.interrupt import Interrupt
 from eagle3.lock import DirectoryLock
 from eagle3.log import logger
 from eagle3.options import CommonOptions
 
-Options = TypeVar("Options")
 SCHEMA_VERSION = 1
-SAME_SIGNAL_S = 0.5  # one signal may arrive twice: through the process group and from a parent that hands it on
-EXIT_FILE = "EAGLE3_EXIT_FILE"
 # script stem → (stage directory, next script)
 STAGES = {
     "01_generate_synthetic": ("01_traces", "02_extract_hidden_states.py"),
@@ -39,75 +32,6 @@ STAGES = {
     "05_fix_weight_keys": ("05_export", "06_benchmark.py"),
     "06_benchmark": ("06_bench", ""),
 }
-
-
-def main(documentation: str, options_class: type[Options], run: Callable[[Options, "Stage"], None]) -> None:
-    """Run a stage as a script and exit with its documented code.
-
-    Under a launcher that loses exit codes (torchrun), the first process that fails leaves its code in a file.
-    """
-    code = run_script(documentation, options_class, run, sys.argv)
-    if code and (path := os.environ.get(EXIT_FILE)):
-        with contextlib.suppress(FileExistsError), open(path, "x", encoding="utf-8") as file:
-            file.write(str(code))
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        # Threads of torch's process group now and then abort the interpreter's own shutdown ("terminate called
-        # without an active exception"), and torchrun would report a finished run as failed.
-        logging.shutdown()
-        sys.stdout.flush()
-        os._exit(code)
-    sys.exit(code)
-
-
-def run_script(
-    documentation: str, options_class: type[Options], run: Callable[[Options, "Stage"], None], argv: list[str]
-) -> int:
-    """Parse, run, and turn every ending into an exit code: 0, 1, 2, 3, 4, or 128 + signal."""
-    log.set_up(None, "info")
-    stage = None
-    try:
-        options = config.parse(options_class, argv[1:], documentation)
-        common: CommonOptions = options.common  # type: ignore[attr-defined]
-        if common.print_config:
-            print(config.to_yaml(options), end="")
-            return 0
-        if not common.run_dir and not common.out:
-            raise UsageError("no run directory", where="--run-dir", fix="add --run-dir runs/NAME")
-        stage = Stage(Path(argv[0]).stem, options, argv)
-        run(options, stage)
-        stage.last_line()
-        return 0
-    except StageError as error:
-        return _fail(stage, error, error.exit_code)
-    except Exception as error:  # noqa: BLE001 - the outermost frame of a script
-        if (refusal := _refusal(error, stage)) is not None:
-            return _fail(stage, refusal, refusal.exit_code)
-        logger.error("%s\nThis is a bug in this stage; the whole log is in the log file.", traceback.format_exc())
-        return _fail(stage, StageError(f"{type(error).__name__}: {error}"), 1)
-    finally:
-        if stage is not None:
-            stage.release()
-
-
-def _fail(stage: "Stage | None", error: StageError, code: int) -> int:
-    logger.error("%s", error)
-    logger.debug("%s", traceback.format_exc())
-    if stage is not None:
-        status = "interrupted" if isinstance(error, Interrupted) else "partial" if code == 4 else "failed"
-        stage.end(status, error=str(error))
-    return code
-
-
-def _refusal(error: Exception, stage: "Stage | None") -> PreconditionError | None:
-    """Return what an operating-system error tells the user, or None when it can only be a bug."""
-    if not isinstance(error, OSError):
-        return None
-    path = Path(error.filename or (stage.directory / "manifest.json" if stage else "."))
-    if error.errno in files.DISK_FULL:
-        return files.disk_full(path)
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
-        return PreconditionError("cannot write there", where=path, found=error.strerror, fix="check it, or use --out")
-    return None
 
 
 class Stage:
@@ -127,13 +51,11 @@ class Stage:
         self.run_dir = Path(self.common.run_dir or Path(self.common.out or ".").parent)
         self.directory = Path(self.common.out) if self.common.out else self.run_dir / self.name
         self.manifest: dict[str, Any] = {}
-        self.signal: int | None = None
         self._lock: DirectoryLock | None = None
-        self._signal_hooks: list[Callable[[], None]] = []
         log_file = None if self.common.dry_run else self.run_dir / "logs" / f"{self.directory.name}.log"
         log.set_up(log_file, self.common.log_level)
         logger.debug("command: %s", shlex.join(self.argv))
-        self._install_signals()
+        self.interrupt = Interrupt()
 
     # --- inputs and outputs ---
 
@@ -264,38 +186,19 @@ class Stage:
         with contextlib.suppress(OSError, StageError):
             self._save()
 
-    def progress(self, label: str, total: int, unit: str, already_done: int = 0) -> log.Progress:
-        """Return a progress display whose figures `eagle3.status` can read."""
-        return log.Progress(label, total, unit, already_done, self._save_progress)
-
-    # --- signals ---
-
-    def on_stop(self, hook: Callable[[], None]) -> None:
-        """Call `hook` when the second signal stops the stage at once (to end process groups it started)."""
-        self._signal_hooks.append(hook)
+    @property
+    def signal(self) -> int | None:
+        """The signal that has asked to stop, if one has."""
+        return self.interrupt.signal
 
     def check_stop(self) -> None:
         """Raise Interrupted if a signal has asked to stop; call it between units of work."""
         if self.signal is not None:
             raise Interrupted(self.signal)
 
-    def _install_signals(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP: leave it so
-                signal.signal(number, self._on_signal)
-
-    def _on_signal(self, number: int, _frame: object) -> None:
-        now = time.monotonic()
-        if self.signal is None:
-            self.signal, self._signalled_at = number, now
-            logger.warning("signal %d: finishing the unit in hand and saving; once more to stop at once", number)
-            return
-        if now - self._signalled_at < SAME_SIGNAL_S:
-            return
-        for hook in self._signal_hooks:
-            with contextlib.suppress(Exception):
-                hook()
-        os._exit(128 + number)
+    def progress(self, label: str, total: int, unit: str, already_done: int = 0) -> log.Progress:
+        """Return a progress display whose figures `eagle3.status` can read."""
+        return log.Progress(label, total, unit, already_done, self._save_progress)
 
     # --- manifest and lock ---
 

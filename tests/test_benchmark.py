@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 from fake_engine import install
 
-from eagle3 import engines, files, measurements, report
+from eagle3 import files, launch, measurements, report
 from eagle3.options import BenchmarkOptions, EngineOptions
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -161,10 +161,10 @@ def test_attached_servers_are_checked_and_left_running(bench):
     stage = SimpleNamespace(run_dir=bench.here / "servers", check_stop=lambda: None)
     model = bench.here / "verifier"
     with ExitStack() as stack:
-        plain = stack.enter_context(engines.serve(engine, model, stage=stage, label="plain"))
+        plain = stack.enter_context(launch.serve(engine, model, stage=stage, label="plain"))
         speculative = {"model": "d", "num_speculative_tokens": 3}
         drafting = stack.enter_context(
-            engines.serve(engine, model, stage=stage, label="drafting", speculative=speculative)
+            launch.serve(engine, model, stage=stage, label="drafting", speculative=speculative)
         )
         endpoints = ["--baseline-endpoint", plain.base_url, "--drafter-endpoint", drafting.base_url]
         result = bench.run(*endpoints, "--concurrency", "2")

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from fake_engine import install
 
-from eagle3 import counters, engines
+from eagle3 import counters, engines, launch, servers
 from eagle3.counters import Counters
 from eagle3.errors import Interrupted, PreconditionError
 from eagle3.options import EngineOptions
@@ -37,7 +37,7 @@ def start(tmp_path, model):
         env = {"FAKE_MODE": mode, "FAKE_LOG": str(tmp_path / "requests")} | env
         engine = EngineOptions(python=python, env=env, args=list(args), startup_timeout_min=timeout_min)
         stage = SimpleNamespace(run_dir=tmp_path / "run", check_stop=check_stop)
-        return engines.serve(engine, model, stage=stage, label="test")
+        return launch.serve(engine, model, stage=stage, label="test")
 
     return serve
 
@@ -103,7 +103,7 @@ def test_port_in_use_is_named_and_left_alone(start):
         with pytest.raises(PreconditionError, match="port is in use") as error, start(args=["--port", port]):
             pytest.fail("two servers on one port")
         assert "x/verifier" in str(error.value)
-        assert engines.get(foreign.root_url + "/health") == "{}"
+        assert servers.get(foreign.root_url + "/health") == "{}"
 
 
 def test_startup_timeout_and_signal_stop_the_waiting(start):
@@ -119,14 +119,14 @@ def test_startup_timeout_and_signal_stop_the_waiting(start):
 
 def test_attach_checks_the_model(start, model, tmp_path):
     with start() as server:
-        assert engines.attach(server.base_url, model).model_name == str(model)
-        assert engines.attach(server.root_url + "/", model).base_url == server.base_url
+        assert servers.attach(server.base_url, model).model_name == str(model)
+        assert servers.attach(server.root_url + "/", model).base_url == server.base_url
         with pytest.raises(PreconditionError, match="serves another model"):
-            engines.attach(server.base_url, tmp_path / "other")
+            servers.attach(server.base_url, tmp_path / "other")
     with pytest.raises(PreconditionError, match="no OpenAI-compatible server"):
-        engines.attach(server.base_url, model)
+        servers.attach(server.base_url, model)
     with pytest.raises(PreconditionError, match="no OpenAI-compatible server"):
-        engines.attach("no address", model)
+        servers.attach("no address", model)
 
 
 def test_server_dead_in_use_is_noticed(start):
@@ -141,12 +141,12 @@ def test_killed_parent_leaves_no_orphan(tmp_path, model):
     python = install(tmp_path)
     program = (
         "import sys, time, types, pathlib\n"
-        "from eagle3 import engines\n"
+        "from eagle3 import launch\n"
         "from eagle3.options import EngineOptions\n"
         "python, model, here = sys.argv[1:]\n"
         "engine = EngineOptions(python=python, env={'FAKE_MODE': 'worker', 'FAKE_LOG': here + '/pids'})\n"
         "stage = types.SimpleNamespace(run_dir=pathlib.Path(here), check_stop=lambda: None)\n"
-        "with engines.serve(engine, pathlib.Path(model), stage=stage, label='test'):\n"
+        "with launch.serve(engine, pathlib.Path(model), stage=stage, label='test'):\n"
         "    print('ready', flush=True); time.sleep(600)\n"
     )
     parent = subprocess.Popen(
@@ -201,7 +201,7 @@ def test_environment_defaults_give_way_to_the_user(tmp_path, monkeypatch):
 
 def test_sglang_gets_all_three_speculation_flags():
     speculative = {"model": "/d", "num_speculative_tokens": 3}
-    text = " ".join(engines.command(EngineOptions(kind="sglang"), Path("/m"), 80, [], speculative))
+    text = " ".join(launch.command(EngineOptions(kind="sglang"), Path("/m"), 80, [], speculative))
     assert "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4" in text
     assert "--speculative-algorithm EAGLE3 --speculative-draft-model-path /d" in text and "--host 127.0.0.1" in text
 
@@ -267,6 +267,7 @@ def test_sglang_histogram_becomes_acceptance_by_position():
 
 
 def test_module_imports_no_engine():
-    code = "import sys; from eagle3 import engines, counters; print([m for m in ('vllm', 'torch') if m in sys.modules])"
+    code = ("import sys; from eagle3 import engines, launch, servers, counters; "
+            "print([m for m in ('vllm', 'torch') if m in sys.modules])")
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=os.environ)
     assert result.stdout.strip() == "[]", result.stderr

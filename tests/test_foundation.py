@@ -240,7 +240,7 @@ import time
 from eagle3 import files
 from eagle3.errors import FailureLimitError
 from eagle3.options import ExtractOptions
-from eagle3.stage import main
+from eagle3.script import main
 
 
 def run(options, stage):

@@ -18,7 +18,7 @@ from eagle3 import files, traces
 from eagle3.errors import PreconditionError, StageError
 from eagle3.options import GenerateOptions
 from eagle3.prompts import read_prompts
-from eagle3.stage import run_script
+from eagle3.script import run_script
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "01_generate_synthetic.py"
