@@ -1,40 +1,210 @@
-"""Prompts: what the verifier is asked, from JSON lines or one JSON array.
+"""Prompts: what the verifier is asked, conversation by conversation, from any source.
 
-A row is `{"id"?, "messages": [{"role", "content"}], "tools"?}` or `{"id"?, "prompt": "text"}`. Every row
-becomes one or more `Prompt`s, each asking for one assistant turn; today that is the last turn of the row.
+A row is `{"messages": [{"role", "content"}]}`, ShareGPT's `{"conversations": [{"from", "value"}]}` or
+`{"prompt": "text"}`, with `id`, `tools` and `source` where it has them. `rows` says what a row means,
+`sources` where rows come from; here it is decided which of them are asked.
 """
 
-import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+import hashlib
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from eagle3 import sources
 from eagle3.errors import PreconditionError
 from eagle3.files import sha256_json
 from eagle3.log import logger
+from eagle3.options import GenerateSection
+from eagle3.rows import Conversation, Dropped, Malformed, Reader
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-# Fields of a message that templates and servers know, with their types.
-_MESSAGE_FIELDS: dict[str, type] = {
-    "name": str,
-    "tool_call_id": str,
-    "tool_calls": list,
-    "reasoning": str,
-    "reasoning_content": str,
-}
-_HASH_CHARS = 24  # 96 bits: no collision within any number of rows that fits on a disk
+_CHECK_ROWS = 256  # rows between two looks at whether to stop
+
+
+@dataclass
+class Counts:
+    """What a source holds and what of it is asked.
+
+    Attributes:
+        rows: rows read, without empty lines.
+        conversations: rows that are asked.
+        replies: replies to generate.
+        characters: of the contents of the prompts, each reply's prompt whole.
+        dropped: {reason: rows}, and in `examples` {reason: place and words of the first}.
+    """
+
+    rows: int = 0
+    conversations: int = 0
+    replies: int = 0
+    characters: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the counts for a manifest; each reason with its rows and an example."""
+        dropped = {reason: {"rows": rows, "example": self.examples[reason]}
+                   for reason, rows in self.dropped.most_common()}
+        plain = ("rows", "conversations", "replies", "characters")
+        return {name: getattr(self, name) for name in plain} | {"dropped": dropped}
+
+    def line(self) -> str:
+        """Return the counts in one line."""
+        reasons = [f"{rows:,} {reason} (such as {self.examples[reason]})"
+                   for reason, rows in self.dropped.most_common()]
+        return (f"{self.rows:,} rows: {self.conversations:,} conversations with {self.replies:,} replies to ask; "
+                f"dropped: {'; '.join(reasons) or 'none'}")
+
+    def _drop(self, reason: str, example: str) -> None:
+        self.dropped[reason] += 1
+        self.examples.setdefault(reason, example)
+
+    def _keep(self, replies: int, characters: int, sign: int = 1) -> None:
+        self.conversations += sign
+        self.replies += sign * replies
+        self.characters += sign * characters
+
+
+class PromptSource:
+    """The conversations of a file, folder or dataset, chosen once and read as often as needed.
+
+    Neither pass holds the rows: `scan` needs about 100 bytes a row for what it has seen (twice that where
+    prompts are deduplicated), and one byte a row stays for which of them are kept.
+    """
+
+    def __init__(self, section: GenerateSection, limit: int | None = None) -> None:
+        """Find the source; `limit` takes only its first rows.
+
+        Raises:
+            PreconditionError: there is no such file, folder or dataset.
+            UsageError: --role-map names a role that does not exist.
+        """
+        self.name, self._section, self._limit = section.prompts, section, limit
+        self._read = Reader(section.turns, section.role_map)
+        self._rows = sources.open_rows(section.prompts, section.prompt_split)
+        self._kept = bytearray()
+        self._counts: Counts | None = None
+
+    def scan(self, check_stop: Callable[[], None] = lambda: None) -> Counts:
+        """Read every row, find duplicates, choose the sample; return the counts.
+
+        Raises:
+            PreconditionError: a row is malformed (with its place and field), an id that was given occurs twice
+                (with both places), or no row is left to ask.
+        """
+        counts, kept, self._counts = Counts(), bytearray(), None
+        seen: tuple[set[int], set[int]] = (set(), set())
+        sample: list[tuple[int, int, int, int]] = []  # (minus rank, number, replies, characters), worst first
+        for number, (place, source, row) in enumerate(islice(self._rows(), self._limit)):
+            if number % _CHECK_ROWS == 0:
+                check_stop()
+            counts.rows += 1
+            kept.append(0)
+            try:
+                conversation = self._conversation(place, source, row)
+                key = self._new_key(conversation, place, row.get("id") is not None, seen)
+            except Dropped as dropped:
+                counts._drop(dropped.reason, f"{place}: {dropped.words}")
+                continue
+            kept[number] = 1
+            size = (len(conversation.asked), conversation.characters)
+            counts._keep(*size)
+            if self._section.sample is None:
+                continue
+            heapq.heappush(sample, (-_hash(f"{self._section.sample_seed}:{key}"), number, *size))
+            if len(sample) > self._section.sample:
+                _, out, replies, characters = heapq.heappop(sample)
+                kept[out] = 0
+                counts._keep(replies, characters, sign=-1)
+                counts._drop("not in the sample", f"row {out + 1} of the source")
+        if not counts.conversations:
+            raise PreconditionError("no prompts", where=self.name, expected="at least one row that can be asked",
+                                    found=counts.line())
+        self._kept, self._counts = kept, counts
+        return counts
+
+    def __iter__(self) -> Iterator[Conversation]:
+        """Yield the kept conversations in the order of the source.
+
+        Raises PreconditionError when the source is not what it was when it was scanned.
+        """
+        left = (self._counts or self.scan()).conversations
+        for kept, (place, source, row) in zip(self._kept, self._rows(), strict=False):
+            if not kept:
+                continue
+            try:
+                yield self._conversation(place, source, row)
+            except Dropped:
+                break
+            left -= 1
+            if not left:
+                return
+        raise PreconditionError("the prompts changed while they were read", where=self.name,
+                                found=f"{left} conversations fewer than before", fix="run the same command again")
+
+    def _conversation(self, place: str, source: str, row: dict[str, Any]) -> Conversation:
+        try:
+            return self._read(row, source)
+        except RecursionError:
+            raise PreconditionError("a prompt row is malformed", where=place, found="objects nested too deeply",
+                                    fix="correct or remove that row") from None
+        except Malformed as error:
+            where = f"{place}: {error.field}" if error.field else place
+            raise PreconditionError("a prompt row is malformed", where=where, expected=error.expected,
+                                    found=error.found, fix=error.fix) from None
+
+    def _new_key(self, conversation: Conversation, place: str, given: bool, seen: tuple[set[int], set[int]]) -> int:
+        """Return the hash by which a conversation is sampled, after noting what is seen of it.
+
+        It is the hash of the id, or of the prompt where prompts are deduplicated: which one of two equal prompts
+        is kept depends on their order, and the sample must not.
+        Raises Dropped for a repetition, PreconditionError when an id that was given occurs twice.
+        """
+        ids, prompts = seen
+        key = identity = _hash(conversation.id)
+        if self._section.deduplicate == "prompts":
+            key = _hash(sha256_json(conversation.question()))
+            if key in prompts:
+                raise Dropped("repeated prompt", f"id {conversation.id}")
+            prompts.add(key)
+        if identity in ids:
+            if not given:
+                raise Dropped("repeated row", f"id {conversation.id}")
+            if first := self._first_place(conversation.id, place):  # else two ids share their 64 bits
+                raise PreconditionError("a prompt row is malformed", where=f"{place}: id", expected="an id of its own",
+                                        found=f"{conversation.id!r}, as in {first}", fix="correct or remove that row")
+        ids.add(identity)
+        return key
+
+    def _first_place(self, identity: str, before: str) -> str | None:
+        """Return the place of the first row with an id, None when none comes before that place."""
+        for place, source, row in self._rows():
+            if place == before:
+                break
+            try:
+                if self._conversation(place, source, row).id == identity:
+                    return place
+            except Dropped:
+                continue
+        return None
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+# --- a list of prompts ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One assistant turn to be generated.
+    """One reply to be generated: the last one of a conversation.
 
     Attributes:
-        id: id of the row, "#", and the turn: how many assistant turns precede it.
-        messages: the conversation up to that turn, contents as text.
-        tools: tool definitions in the OpenAI form, or empty.
-        source: the row's own `source`, else the name of its file.
+        id: id of the row, "#", and the turn: how many replies precede it.
+        messages, tools, source: as in Conversation.
     """
 
     id: str
@@ -44,154 +214,12 @@ class Prompt:
 
 
 def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
-    """Return the prompts of the first `limit` rows of a file, in its order.
+    """Return the prompts of the first `limit` rows of a source, in its order, all in memory.
 
-    Raises PreconditionError naming row and field for what is malformed, and both rows when an explicit id
-    occurs twice. Rows that are equal throughout and have no id are asked once.
+    Raises PreconditionError as PromptSource does. Rows that are equal throughout and have no id are asked once.
     """
-    prompts: list[Prompt] = []
-    seen: dict[str, str] = {}
-    repeated = ended_in_reply = 0
-    for number, (where, row) in enumerate(_rows(path)):
-        if limit is not None and number >= limit:
-            break
-        messages, tools = _messages(row, where), _tools(row, where)
-        identity = _row_id(row, messages, where)
-        if identity in seen:
-            if "id" in row:
-                raise _problem(f"{where}: id", "an id of its own", f"{identity!r}, as in {seen[identity]}")
-            repeated += 1
-            continue
-        seen[identity] = where
-        if messages[-1]["role"] == "assistant":
-            ended_in_reply += 1
-            messages = _without_last_reply(messages, where)
-        turn = sum(message["role"] == "assistant" for message in messages)
-        prompts.append(Prompt(f"{identity}#{turn}", messages, tools, str(row.get("source") or path.name)))
-    if repeated:
-        logger.info("%d rows of %s repeat an earlier one and are asked once", repeated, path.name)
-    if ended_in_reply:
-        logger.info("%d rows of %s end in a reply: it is generated anew", ended_in_reply, path.name)
-    if not prompts:
-        raise PreconditionError("no prompts", where=path, expected="JSON lines or a JSON array", found="no row")
-    return prompts
-
-
-# --- rows -------------------------------------------------------------------------------------------------
-
-
-def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (place, object) for each row; the place reads "prompts.jsonl line 3" or "prompts.json row 3"."""
-    try:
-        with open(path, encoding="utf-8-sig") as file:
-            if _starts_with_bracket(file):
-                yield from ((f"{path} row {i}", _object(row, f"{path} row {i}"))
-                            for i, row in enumerate(json.load(file), start=1))
-                return
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    where = f"{path} line {number}"
-                    yield where, _object(_parsed(line, where), where)
-    except (FileNotFoundError, IsADirectoryError):
-        raise PreconditionError("the prompts file is missing", where=path, fix="correct --prompts") from None
-    except ValueError as error:  # not UTF-8, or an array that does not end
-        raise PreconditionError("the prompts file cannot be read", where=path, found=error) from None
-
-
-def _starts_with_bracket(file: Any) -> bool:
-    """Say whether the first character that is not white space is "["; leave the file at its start."""
-    while (character := file.read(1)).isspace():
-        pass
-    file.seek(0)
-    return character == "["
-
-
-def _parsed(line: str, where: str) -> Any:
-    try:
-        return json.loads(line)
-    except ValueError as error:
-        raise _problem(where, "a JSON object", error) from None
-
-
-def _object(value: Any, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise _problem(where, "a JSON object", type(value).__name__)
-    return value
-
-
-def _row_id(row: dict[str, Any], messages: list[dict[str, Any]], where: str) -> str:
-    """Return the given id, else a hash of the whole row, equal for equal text in whatever container."""
-    if "id" not in row:
-        rest = {name: value for name, value in row.items() if name not in ("messages", "prompt")}
-        return sha256_json({"row": rest, "messages": messages})[:_HASH_CHARS]
-    value = row["id"]
-    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
-        raise _problem(f"{where}: id", "text or a whole number", repr(value))
-    return str(value)
-
-
-# --- fields -----------------------------------------------------------------------------------------------
-
-
-def _messages(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    if "messages" not in row and isinstance(row.get("prompt"), str):
-        return [{"role": "user", "content": row["prompt"]}]
-    if "messages" not in row:
-        found = f"prompt of type {type(row['prompt']).__name__}" if "prompt" in row else f"fields {sorted(row)}"
-        raise _problem(where, "messages (a list) or prompt (text)", found)
-    messages = row["messages"]
-    if not isinstance(messages, list) or not messages:
-        raise _problem(f"{where}: messages", "a list of messages", _kind(messages))
-    return [_message(message, f"{where}: messages[{i}]") for i, message in enumerate(messages)]
-
-
-def _message(message: Any, where: str) -> dict[str, Any]:
-    """Return a message with its content as text and only the fields that a server knows."""
-    role = _object(message, where).get("role")
-    if role not in ROLES:
-        raise _problem(f"{where}.role", "one of " + ", ".join(ROLES), repr(role))
-    clean: dict[str, Any] = {"role": role, "content": _text(message, where)}
-    for name, kind in _MESSAGE_FIELDS.items():
-        if message.get(name) is not None:
-            if not isinstance(message[name], kind):
-                raise _problem(f"{where}.{name}", kind.__name__, _kind(message[name]))
-            clean[name] = message[name]
-    return clean
-
-
-def _text(message: dict[str, Any], where: str) -> str | None:
-    content = message.get("content")
-    if isinstance(content, str) or (content is None and message.get("tool_calls")):
-        return content
-    if not isinstance(content, list):
-        raise _problem(f"{where}.content", "text or a list of text parts", _kind(content))
-    for i, part in enumerate(content):
-        if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
-            raise _problem(f"{where}.content[{i}]", 'a part {"type": "text", "text": …}', _kind(part))
-    return "".join(part["text"] for part in content)
-
-
-def _tools(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    tools = row.get("tools") or []
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise _problem(f"{where}: tools", "a list of tool definitions", _kind(tools))
-    return tools
-
-
-def _without_last_reply(messages: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
-    asked = max((i for i, message in enumerate(messages) if message["role"] != "assistant"), default=-1)
-    if asked < 0:
-        raise _problem(f"{where}: messages", "a message that asks for a reply", "only assistant messages")
-    return messages[: asked + 1]
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, dict):
-        return f"an object with {sorted(value)}"
-    return f"{type(value).__name__} {str(value)[:60]!r}"
-
-
-def _problem(where: str, expected: str, found: object) -> PreconditionError:
-    return PreconditionError(
-        "a prompt row is malformed", where=where, expected=expected, found=found, fix="correct or remove that row"
-    )
+    source = PromptSource(GenerateSection(prompts=str(path)), limit)
+    counts = source.scan()
+    if counts.dropped:
+        logger.info("%s: %s", path, counts.line())
+    return [Prompt(each.prompt_id(-1), each.messages, each.tools, each.source) for each in source]
