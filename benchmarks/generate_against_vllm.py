@@ -1,0 +1,417 @@
+"""Stage 01 against vLLM's own load generator, on one vLLM server, with the same prompts; then every row verified.
+
+For a machine with a GPU and vLLM. Starts one server without prefix caching, warms it, and runs in turns
+`vllm bench serve` and 01_generate_synthetic.py with equal prompts, longest reply, concurrency and sampling
+(greedy). Output tokens are the server's own count for both. The time of `bench serve` is the one it reports
+(first request to last answer; its imports and tokenizing excluded); the time of stage 01 is from its first
+requests to the moment its last row was written.
+
+Then every row of every stage-01 run is checked with the model's tokenizer: its prompt ids are the template's,
+its completion ids decode to its texts, the end token is in (unless the reply was cut), the loss mask covers
+exactly the completion; and traces + skips + failures are all prompts. The last line is JSON; the exit code is 1
+when the ratio is under --at-least or any check failed.
+
+  python benchmarks/generate_against_vllm.py --model models/SmolLM2-135M-Instruct
+  python benchmarks/generate_against_vllm.py --model /models/X --python /opt/vllm/bin/python --count 2000 \\
+      --max-tokens 512 --concurrency 256 --server-args "--max-model-len 8192 --reasoning-parser kimi_k2"
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from eagle3 import counters, engines, files, launch, servers, traces  # noqa: E402
+from eagle3.options import EngineOptions  # noqa: E402
+from eagle3.processes import Child  # noqa: E402
+
+TOKENS_COUNTER = "vllm:generation_tokens_total"
+LOCAL = {"no_proxy": "127.0.0.1,localhost", "NO_PROXY": "127.0.0.1,localhost"}
+# What `vllm bench serve` runs; the command itself wants a distribution named vllm, and CPU builds have another name.
+BENCH_SERVE = """
+import argparse
+from vllm.benchmarks.serve import add_cli_args, main
+parser = argparse.ArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
+SKIPPED = ("truncated", "empty", "no reasoning", "unwanted reasoning", "template", "prompt too long")
+TEMPLATES = (
+    "Give me {n} short facts about {topic}.",
+    "Explain {topic} to a child of {age}, in a few sentences.",
+    "Write a story in which {topic} matters to a person named Number {n}.",
+    "Which {n} mistakes do beginners make with {topic}, and how are they avoided?",
+    "Compare {topic} today with {topic} {n} decades ago.",
+    "I have {n} minutes to learn something useful about {topic}. Where do I start?",
+    "Write a dialogue of {n} lines between two neighbours who disagree about {topic}.",
+    "Make a plan for {n} days around {topic}, one line a day.",
+    "Write a poem of {n} lines about {topic}. It need not rhyme.",
+    "What would change in a town of {n} thousand people without {topic}?",
+    "Summarise in one paragraph what an expert on {topic} does all day; mention the number {n}.",
+    "Write a Python function that sorts {n} records about {topic} by name, and explain it line by line.",
+    "List {n} questions for a quiz on {topic}, with the answers at the end.",
+    "Someone says that {topic} is overrated and gives {n} reasons. Invent the reasons and answer each of them.",
+    "Draft a letter to a museum that wants to show {n} objects connected with {topic}.",
+    "How would you measure the quality of {topic} on a scale from 1 to {n}?",
+    "A class of {n} pupils visits a place known for {topic}. Describe the day in the order of events.",
+    "Name {n} words from the vocabulary of {topic} and define each in half a sentence.",
+    "If {n} of 100 people prefer {topic} to everything else, what do the others like? Speculate politely.",
+    "Translate into plain language, with {n} examples: why {topic} is harder than it looks.",
+)
+TOPICS = (
+    "growing tomatoes", "tide tables", "repairing bicycles", "the history of paper", "baking bread", "bird migration",
+    "sailing knots", "night trains", "public libraries", "volcanoes", "chess openings", "beekeeping", "old maps",
+    "street lamps", "mountain weather", "violin making", "sorting algorithms", "cheese", "the game of go", "windmills",
+    "sign language", "desert plants", "ice skating", "radio telescopes", "carpentry", "tea ceremonies", "fire brigades",
+    "crossword puzzles", "coral reefs", "glass blowing", "marathon training", "typewriters", "snow avalanches",
+    "canal locks", "stage lighting", "compilers", "dry stone walls", "vaccines", "kites", "lighthouses",
+)
+
+
+def main() -> int:
+    """Run everything and print the JSON line; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="folder of the model")
+    parser.add_argument("--python", default=sys.executable, help="interpreter that holds vLLM")
+    parser.add_argument("--count", type=int, default=2000, help="prompts")
+    parser.add_argument("--max-tokens", type=int, default=256, help="longest reply in tokens")
+    parser.add_argument("--concurrency", type=int, default=256, help="requests in flight, at least 2")
+    parser.add_argument("--rounds", type=int, default=2, help="turns of each")
+    parser.add_argument("--at-least", type=float, default=0.98, help="smallest ratio that is good")
+    parser.add_argument("--server-args", default="", help="more arguments for the server, as one text")
+    parser.add_argument("--trust-remote-code", action="store_true", help="the model folder's own code may run")
+    parser.add_argument("--out", type=Path, help="folder for prompts, logs and results; default: a temporary one")
+    given = parser.parse_args()
+    with contextlib.ExitStack() as stack:
+        out = given.out or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        out.mkdir(parents=True, exist_ok=True)
+        prompts = make_prompts(given.count)
+        files.write_bytes(out / "prompts.jsonl", b"".join(files.encode_line(prompt) for prompt in prompts))
+        with serving(given, out) as server:
+            warm_up(server, given)
+            turns = take_turns(server, given, out)
+        judge = load_judge(given)
+        checks = [verify(out / f"run{number}/01_traces", prompts, judge) for number in range(given.rounds)]
+    return conclude(turns, checks, given)
+
+
+def conclude(turns: dict[str, list[dict[str, Any]]], checks: list[dict[str, Any]], given: argparse.Namespace) -> int:
+    """Print what was found, the last line as JSON; return the exit code."""
+    rates = {name: sum(turn["tokens"] for turn in part) / sum(turn["seconds"] for turn in part)
+             for name, part in turns.items()}
+    ratio = rates["stage 01"] / rates["bench serve"]
+    wrong = sum(check["errors"] for check in checks)
+    for check in checks:
+        print(f"{check['kept']} kept rows verified, {check['skipped']} skipped {check['reasons']}, {check['failed']} "
+              f"failed, {check['errors']} errors {check['by_kind']}", *check["examples"], sep="\n  ")
+    good = ratio >= given.at_least and not wrong
+    print(json.dumps({"tokens_per_s": {name: round(rate, 1) for name, rate in rates.items()}, "ratio": round(ratio, 4),
+                      "at_least": given.at_least, "turns": turns, "checks": checks, "good": good}))
+    return 0 if good else 1
+
+
+def make_prompts(count: int) -> list[dict[str, str]]:
+    """Return prompts {"id", "prompt"} that all differ: each template with each topic, then with other numbers."""
+    found = []
+    for number in range(count):
+        again, pair = divmod(number, len(TEMPLATES) * len(TOPICS))
+        template, topic = TEMPLATES[pair % len(TEMPLATES)], TOPICS[pair // len(TEMPLATES)]
+        n = 3 + 7 * pair % 20 + 20 * again
+        age = 5 + n if "{age}" in template else 0
+        found.append({"id": f"p{number:05}", "prompt": template.format(topic=topic, n=n, age=age)})
+    if len({prompt["prompt"] for prompt in found}) != count:
+        raise SystemExit("the prompts do not differ")
+    return found
+
+
+# --- the server -------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def serving(given: argparse.Namespace, out: Path) -> Iterator[servers.Server]:
+    """Start vLLM, yield it when it answers, stop it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    line, environment = server_command(given, port)
+    began = time.monotonic()
+    with Child(line, log_path=out / "server.log", env=environment) as child:
+        while True:
+            with contextlib.suppress(*servers.NO_ANSWER):
+                servers.get(f"http://127.0.0.1:{port}/health")
+                server = servers.identify(f"http://127.0.0.1:{port}", given.model, child)
+                break
+            if child.poll() is not None:
+                raise SystemExit(f"the server ended:\n{child.tail(40)}")
+            time.sleep(0.25)
+        print(f"vllm {server.version} is ready after {time.monotonic() - began:.0f} s", flush=True)
+        yield server
+
+
+def server_command(given: argparse.Namespace, port: int) -> tuple[list[str], dict[str, str]]:
+    """Return the server's command line and environment."""
+    remote = ["--trust-remote-code"] if given.trust_remote_code else []
+    engine = EngineOptions(python=given.python, args=[*shlex.split(given.server_args), *remote])
+    line = launch.command(engine, given.model, port, engines.no_prefix_caching(engine))
+    return line, engines.one_process_on_cpu(engine) | engines.default_env(engine) | LOCAL
+
+
+def warm_up(server: servers.Server, given: argparse.Namespace) -> None:
+    """Ask as many short replies at once as will be asked later, so that nothing is compiled while measuring."""
+
+    def ask(number: int) -> None:
+        body = {"model": server.model_name, "max_tokens": 32, "temperature": 0,
+                "messages": [{"role": "user", "content": f"Count upwards from {number}."}]}
+        request = urllib.request.Request(f"{server.base_url}/chat/completions", json.dumps(body).encode(),
+                                         {"Content-Type": "application/json"})
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(request, timeout=300) as response:
+            response.read()
+
+    began = time.monotonic()
+    with ThreadPoolExecutor(given.concurrency) as pool:
+        list(pool.map(ask, range(given.concurrency)))
+    print(f"warmed up in {time.monotonic() - began:.1f} s", flush=True)
+
+
+# --- the two clients --------------------------------------------------------------------------------------
+
+
+def take_turns(server: servers.Server, given: argparse.Namespace, out: Path) -> dict[str, list[dict[str, Any]]]:
+    """Run both clients in turns; return {client: [{"seconds", "tokens", …}]}."""
+    turns: dict[str, list[dict[str, Any]]] = {"bench serve": [], "stage 01": []}
+    for number in range(given.rounds):
+        for name, client in (("bench serve", run_bench), ("stage 01", run_stage)):
+            before, began = tokens_so_far(server), time.monotonic()
+            turn = client(server, given, out, number)
+            turn["tokens"] = tokens_so_far(server) - before
+            turns[name].append(turn)
+            print(f"{name:<12} {turn['tokens']:,} tokens in {turn['seconds']:.2f} s = "
+                  f"{turn['tokens'] / turn['seconds']:,.0f} tokens/s ({time.monotonic() - began:.1f} s in all); {turn}",
+                  flush=True)
+    return turns
+
+
+def tokens_so_far(server: servers.Server) -> int:
+    """Return the tokens that the server has generated, once its counter rests."""
+    last = -1.0
+    while True:
+        now = counters.read_total(server, TOKENS_COUNTER)
+        if now is None:
+            raise SystemExit(f"the server's /metrics has no {TOKENS_COUNTER}")
+        if now == last:
+            return int(now)
+        last = now
+        time.sleep(0.3)
+
+
+def run_bench(server: servers.Server, given: argparse.Namespace, out: Path, number: int) -> dict[str, Any]:
+    """Run `vllm bench serve`; return what it reports."""
+    result = out / f"bench{number}.json"
+    run(bench_command(server, given, out, result.name), out / f"bench{number}.log", engines.default_env(
+        EngineOptions(python=given.python)) | LOCAL)
+    report = files.read_json(result)
+    if report["completed"] != given.count:
+        raise SystemExit(f"bench serve completed {report['completed']} of {given.count}; see {out}/bench{number}.log")
+    return {"seconds": report["duration"], "own_tokens": report["total_output_tokens"],
+            "own_tokens_per_s": report["output_throughput"]}
+
+
+def bench_command(server: servers.Server, given: argparse.Namespace, out: Path, result: str) -> list[str]:
+    """Return the command line of `vllm bench serve` for the same load.
+
+    Its custom dataset renders the chat template itself, and a chat endpoint would then render it again around
+    that; so it is told not to, and both clients send the same user message.
+    """
+    options: dict[str, Any] = {
+        "--backend": "openai-chat", "--base-url": server.root_url, "--endpoint": "/v1/chat/completions",
+        "--model": server.model_name, "--tokenizer": given.model, "--dataset-name": "custom",
+        "--dataset-path": out / "prompts.jsonl", "--num-prompts": given.count,
+        "--custom-output-len": given.max_tokens, "--max-concurrency": given.concurrency, "--temperature": 0,
+        "--top-p": 1, "--result-dir": out, "--result-filename": result,
+    }
+    flags = [skip_template_flag(given.python), "--disable-shuffle", "--disable-tqdm", "--save-result"]
+    flags += ["--trust-remote-code"] if given.trust_remote_code else []
+    words = [str(word) for option in options.items() for word in option]
+    return [given.python, "-c", BENCH_SERVE, *words, *flags]
+
+
+def skip_template_flag(python: str) -> str:
+    """Return what this vLLM calls the option that leaves the chat template to the server (it was renamed)."""
+    program = "import importlib.util as u; print(u.find_spec('vllm').submodule_search_locations[0])"
+    asked = subprocess.run([python, "-c", program], capture_output=True, text=True, check=True)
+    sources = sorted(Path(asked.stdout.strip().splitlines()[-1], "benchmarks").rglob("*.py"))
+    text = "\n".join(path.read_text(encoding="utf-8") for path in sources)
+    return next(flag for flag in ("--skip-chat-template", "--custom-skip-chat-template") if f'"{flag}"' in text)
+
+
+def run_stage(server: servers.Server, given: argparse.Namespace, out: Path, number: int) -> dict[str, Any]:
+    """Run stage 01 into a fresh directory; return its seconds from the first requests to the last row."""
+    log_path, port = out / f"stage{number}.log", int(server.root_url.rpartition(":")[2])
+    with open(log_path, "wb") as log:
+        launched = time.time()
+        process = subprocess.Popen(stage_command(server, given, out, number), stdout=log, stderr=log,
+                                   env=os.environ | LOCAL)
+        while connections(port) < 2 and process.poll() is None:  # one alone is the look at /v1/models
+            time.sleep(0.005)
+        first = time.time()
+        code = process.wait()
+    if code:
+        raise SystemExit(f"stage 01 ended with code {code}:\n{log_path.read_text(errors='replace')[-4000:]}")
+    folder = out / f"run{number}/01_traces"
+    written = [folder / f"{name}.jsonl" for name in ("traces", "skipped", "failures")]
+    last = max(path.stat().st_mtime for path in written if path.exists())
+    return {"seconds": last - first, "seconds_of_start": first - launched, "seconds_of_end": time.time() - last}
+
+
+def stage_command(server: servers.Server, given: argparse.Namespace, out: Path, number: int) -> list[str]:
+    """Return the command line of stage 01."""
+    line = [sys.executable, ROOT / "01_generate_synthetic.py", "--endpoint", server.base_url, "--model", given.model,
+            "--prompts", out / "prompts.jsonl", "--run-dir", out / f"run{number}", "--max-tokens", given.max_tokens,
+            "--concurrency", given.concurrency, "--temperature", 0]
+    return [str(word) for word in line] + (["--trust-remote-code"] if given.trust_remote_code else [])
+
+
+def connections(port: int) -> int:
+    """Return how many established connections lead to a port of this machine."""
+    with open("/proc/net/tcp") as table:
+        next(table)
+        fields = [line.split() for line in table]
+    return sum(field[3] == "01" and field[2].endswith(f":{port:04X}") for field in fields)
+
+
+def run(line: list[str], log_path: Path, environment: dict[str, str]) -> None:
+    """Run a command with its output in a file; stop with the end of it when it fails."""
+    with open(log_path, "wb") as log:
+        code = subprocess.call(line, stdout=log, stderr=log, env=os.environ | environment)
+    if code:
+        raise SystemExit(f"{shlex.join(line)}\nended with code {code}:\n{log_path.read_text(errors='replace')[-4000:]}")
+
+
+# --- verification -----------------------------------------------------------------------------------------
+
+
+Judge = tuple[Any, set[int], tuple[str, str]]  # tokenizer, ids that end a reply, think tags
+
+
+def load_judge(given: argparse.Namespace) -> Judge:
+    """Return what rows are checked with, from the model's folder."""
+    from transformers import AutoTokenizer
+
+    from eagle3.chat import load_chat
+
+    tokenizer = AutoTokenizer.from_pretrained(given.model, trust_remote_code=given.trust_remote_code,
+                                              local_files_only=True)
+    tags = load_chat(given.model, trust_remote_code=given.trust_remote_code).think_tags
+    return tokenizer, end_tokens(given.model, tokenizer), tags
+
+
+def verify(folder: Path, prompts: list[dict[str, str]], judge: Judge) -> dict[str, Any]:
+    """Check every row of a finished 01_traces folder; return counts, and errors by kind with examples."""
+    errors: list[tuple[str, str]] = []
+    asked = {f"{prompt['id']}#0": prompt["prompt"] for prompt in prompts}
+    places: Counter[str] = Counter()
+    for row in traces.read_traces(folder / traces.FILE_NAME):
+        places[row["id"]] += 1
+        errors += [(kind, row["id"]) for kind in faults_of(row, asked.get(row["id"]), judge)]
+    kept = len(places)
+    lost = {name: {row["id"]: row for _, row in files.read_jsonl(folder / f"{name}.jsonl")}
+            for name in ("skipped", "failures")}
+    for records in lost.values():
+        places.update(records.keys())
+        errors += [("given up without a reason", name) for name, row in records.items() if not row.get("reason")]
+    reasons = Counter(str(row.get("reason")) for row in lost["skipped"].values())
+    errors += [("skipped for another reason than replies give", reason) for reason in reasons
+               if reason not in SKIPPED and not reason.startswith("finish_reason ")]
+    errors += [("neither kept, skipped nor failed", name) for name in asked.keys() - places.keys()]
+    errors += [("nobody asked for it", name) for name in places.keys() - asked.keys()]
+    errors += [("in more than one place", name) for name, times in places.items() if times > 1]
+    return {"kept": kept, "skipped": len(lost["skipped"]), "failed": len(lost["failures"]), "reasons": dict(reasons),
+            "errors": len(errors), "by_kind": dict(Counter(kind for kind, _ in errors)),
+            "examples": [f"{kind}: {name}" for kind, name in errors[:8]]}
+
+
+def end_tokens(folder: Path, tokenizer: Any) -> set[int]:
+    """Return the ids that end a reply, from generation_config.json and the tokenizer."""
+    path = folder / "generation_config.json"
+    ends = files.read_json(path).get("eos_token_id") if path.exists() else None
+    found = {*ends} if isinstance(ends, list) else {ends}
+    return {int(end) for end in found | {tokenizer.eos_token_id} if end is not None}
+
+
+def faults_of(row: dict[str, Any], asked: str | None, judge: Judge) -> Iterator[str]:
+    """Yield what is wrong with a row that answers the prompt `asked`."""
+    from eagle3.chat import as_ids
+
+    tokenizer, ends, tags = judge
+    messages, completion = row["prompt"]["messages"], row["completion_token_ids"]
+    max_tokens = row["sampling"]["max_tokens"]
+    if [message["content"] for message in messages] != [asked]:
+        yield "another prompt than the file's"
+    rendered = tokenizer.apply_chat_template(messages, tools=row["prompt"].get("tools") or None, tokenize=True,
+                                             add_generation_prompt=True, **row["chat_template_kwargs"])
+    if as_ids(rendered) != row["prompt_token_ids"]:
+        yield "prompt ids are not the template's"
+    if row["finish_reason"] == "length":
+        if len(completion) != max_tokens:
+            yield "cut, but not at max_tokens"
+        text_ids = completion
+    else:
+        if completion[-1] not in ends:
+            yield "no end token"
+        text_ids = completion[:-1]
+    if ends & set(text_ids):
+        yield "an end token before the end"
+    if len(completion) > max_tokens:
+        yield "longer than max_tokens"
+    decoded = tokenizer.decode(text_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    if not spells(decoded, row, tags):
+        yield "ids decode to another text"
+    if row["usage"].get("completion_tokens", len(completion)) != len(completion):
+        yield "the server counted other tokens"
+    if row["token_source"] != "server":
+        yield "ids are not the server's"
+    ids, mask = traces.sequence(row)
+    if ids != row["prompt_token_ids"] + completion or len(mask) != len(ids):
+        yield "the sequence is not prompt and completion"
+    if [number for number, one in enumerate(mask) if one] != list(range(len(ids) - len(completion), len(ids))):
+        yield "the mask is not exactly the completion"
+
+
+def spells(decoded: str, row: dict[str, Any], tags: tuple[str, str]) -> bool:
+    """Say whether a decoded completion is reasoning, then content, and besides only think tags and white space.
+
+    Pieces of characters (U+FFFD) do not count: a server that decodes token by token may leave out what decoding
+    the whole shows. What the server has parsed out as tool calls may stand there too.
+    """
+    decoded, rest, position = decoded.replace("\ufffd", ""), "", 0
+    for text in (row["reasoning"], row["content"]):
+        part = (text or "").replace("\ufffd", "")
+        found = decoded.find(part, position)
+        if found < 0:
+            return False
+        rest += decoded[position:found]
+        position = found + len(part)
+    rest += decoded[position:]
+    for tag in tags:
+        rest = rest.replace(tag, "")
+    return bool(row["tool_calls"]) or not rest.strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
