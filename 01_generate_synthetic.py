@@ -38,55 +38,68 @@ TRUNCATED_WARNING = 0.05  # share of replies lost to max_tokens above which the 
 BYTES_PER_TOKEN = 11
 CHARACTERS_PER_TOKEN = 4
 # These decide how the server is run or where prompts come from; each trace has its own key for the rest.
-NOT_IN_FINGERPRINT = ("generate.prompts", "generate.serve_args", "generate.served_model_name")
+NOT_IN_FINGERPRINT = ("generate.prompts", "generate.serve_args", "generate.served_model_name", "generate.sampling")
 
 
 def run(options: GenerateOptions, stage: Stage) -> None:
-    """Read the prompts, find what is missing, ask for it, and say what came of it."""
-    from eagle3 import prompts as prompt_files
+    """Survey the prompts, find what is missing, ask for it, and say what came of it."""
     from eagle3 import traces
+    from eagle3.plan import Plan
+    from eagle3.prompts import PromptSource
+    from eagle3.sampling import Mix
 
     section = options.generate
-    check_server_choice(options)
-    path = Path(config.require(section.prompts, "--prompts", "the prompts file"))
-    prompts = prompt_files.read_prompts(path, options.common.limit)
+    check_choices(options)
+    config.require(section.prompts, "--prompts", "the source of prompts")
+    mix = Mix(section)
+    source = PromptSource(section, options.common.limit)
+    counts = source.scan(stage.check_stop)
+    logger.info("%s", counts.line())
     model = files.model_identity(Path(options.model.path)) if options.model.path else None
     if options.common.dry_run:
-        say_plan(options, stage, prompts)
+        say_plan(options, stage, source, mix)
         return
 
     stage.open(
-        inputs={"model": model, "prompts": {"path": str(path), "sha256": files.sha256_file(path)}},
-        results=fingerprint_options(options),
+        inputs={"model": model, "prompts": source_identity(section.prompts)},
+        results=fingerprint_options(options, mix),
         stale_on=("model",),
         grows=True,
         holds=lambda: traces.lie_in(stage.directory),
     )
+    stage.manifest["prompts"] = counts.to_dict()
     ledger = traces.Ledger(stage.directory)
-    todo = missing(stage, ledger, prompts)
-    if stage.finished(ledger.content, missing=len(todo)):
+    plan = Plan(source, mix, ledger)
+    survey = look_over(stage, plan, ledger)
+    if stage.finished(ledger.content, missing=survey.missing):
         return
-    require_free_disk(stage.directory, estimate(todo, options)["bytes"], "the traces")
-    logger.info("%d of %d prompts to ask", len(todo), len(prompts))
-    failed = ask(options, stage, ledger, prompts) if todo else 0
-    conclude(options, stage, ledger, prompts, failed)
+    require_free_disk(stage.directory, estimate(survey)["bytes"], "the traces")
+    logger.info("%d of %d prompts to ask", survey.missing, survey.expected)
+    figures = ask(options, stage, ledger, plan, survey) if survey.missing else figures_of(survey, ledger)
+    conclude(options, stage, ledger, figures)
 
 
-def missing(stage: Stage, ledger: Any, prompts: list[Any]) -> list[Any]:
-    """Return the prompts to ask as far as it can be told without a server."""
-    from eagle3.traces import request_keys
-
-    section = stage.options.generate
-    name = section.served_model_name or ledger.model
+def look_over(stage: Stage, plan: Any, ledger: Any) -> Any:
+    """Return the survey of what is missing, under the model's name that was asked before (if none was, all is)."""
+    name = stage.options.generate.served_model_name or ledger.model
     refuse_other_model(stage, ledger.model, name)
-    return ledger.missing(prompts, request_keys(prompts, section, name))
+    return plan.survey(name, stage.check_stop)
+
+
+def figures_of(survey: Any, ledger: Any, came_of_it: Counter[str] | None = None) -> dict[str, Any]:
+    """Return the counts of the manifest: of these prompts, and of all that lies in the directory."""
+    new = came_of_it or Counter()
+    skipped = survey.skipped + Counter({name.removeprefix("skipped: "): count for name, count in new.items()
+                                        if name.startswith("skipped: ")})
+    return {"expected": survey.expected, "done": survey.done + new["traces"], "skipped": dict(skipped),
+            "failed": new["failures"], **ledger.counts}
 
 
 # --- checks and estimates ---------------------------------------------------------------------------------
 
 
-def check_server_choice(options: GenerateOptions) -> None:
-    """Raise UsageError unless exactly one of --endpoint and --serve is given, --serve with a model."""
+def check_choices(options: GenerateOptions) -> None:
+    """Raise UsageError unless endpoints or --serve are given, and --model where something needs it."""
     section = options.generate
     if bool(section.endpoint) == section.serve:
         raise UsageError(
@@ -97,92 +110,100 @@ def check_server_choice(options: GenerateOptions) -> None:
         )
     if section.serve:
         config.require(options.model.path, "--model", "the verifier's folder")
+    if section.check_tokens:
+        config.require(options.model.path, "--model", "the folder whose template --check-tokens compares with")
     if section.endpoint:
         from eagle3 import replies
 
-        replies.base_url(section.endpoint)
+        for url in section.endpoint:
+            replies.base_url(url)
 
 
-def estimate(prompts: list[Any], options: GenerateOptions) -> dict[str, int]:
-    """Return upper estimates of prompt tokens, generated tokens and bytes; every reply at max_tokens."""
-    characters = sum(len(message.get("content") or "") for prompt in prompts for message in prompt.messages)
-    prompt_tokens = characters // CHARACTERS_PER_TOKEN
-    generated = len(prompts) * options.generate.max_tokens
-    return {"prompt": prompt_tokens, "generated": generated, "bytes": (prompt_tokens + generated) * BYTES_PER_TOKEN}
+def source_identity(prompts: str) -> dict[str, Any]:
+    """Return what the manifest says of the source; each trace has its own key for what matters."""
+    path = Path(prompts)
+    return {"path": prompts} | ({"sha256": files.sha256_file(path)} if path.is_file() else {})
 
 
-def say_plan(options: GenerateOptions, stage: Stage, prompts: list[Any]) -> None:
+def estimate(survey: Any) -> dict[str, int]:
+    """Return upper estimates of prompt tokens, generated tokens and bytes; every reply at its longest."""
+    prompt_tokens = survey.characters // CHARACTERS_PER_TOKEN
+    return {"prompt": prompt_tokens, "generated": survey.tokens,
+            "bytes": (prompt_tokens + survey.tokens) * BYTES_PER_TOKEN}
+
+
+def say_plan(options: GenerateOptions, stage: Stage, source: Any, mix: Any) -> None:
     """Print what would be done; fail where the run would."""
-    from eagle3 import engines, replies, traces
+    from eagle3 import engines, traces
+    from eagle3.endpoints import Pool
+    from eagle3.plan import Plan
 
-    section, todo, done = options.generate, prompts, ""
-    if not options.common.restart:
-        ledger = traces.Ledger(stage.directory)
-        todo, done = missing(stage, ledger, prompts), ledger.model
-    guess = estimate(todo, options)
+    section = options.generate
+    ledger = traces.Ledger(stage.directory, read=not options.common.restart)
+    survey = look_over(stage, Plan(source, mix, ledger), ledger)
+    guess = estimate(survey)
     require_free_disk(stage.directory, guess["bytes"], "the traces")
     if section.serve:
         version = engines.check(options.engine, Path(options.model.path))
-        source = f"would start {options.engine.kind} {version} on {options.model.path}"
+        say = f"would start {options.engine.kind} {version} on {options.model.path}"
     else:
-        url = replies.base_url(section.endpoint or "")
-        name = replies.served_model(url, section.served_model_name).name
-        refuse_other_model(stage, done, name)
-        source = f"would ask {url} for {name}"
-    logger.info("%d prompts, %d of them to ask; %s", len(prompts), len(todo), source)
+        name = Pool(section.endpoint, section).connect(("", "")).name
+        refuse_other_model(stage, ledger.model, name)
+        say = f"would ask {', '.join(section.endpoint)} for {name}"
+    logger.info("%d prompts, %d of them to ask; %s", survey.expected, survey.missing, say)
     logger.info("estimate: %s prompt tokens (%d characters a token), at most %s generated tokens, at most %s in %s",
                 f"{guess['prompt']:,}", CHARACTERS_PER_TOKEN, f"{guess['generated']:,}", size(guess["bytes"]),
                 stage.directory)
 
 
-def fingerprint_options(options: GenerateOptions) -> dict[str, Any]:
+def fingerprint_options(options: GenerateOptions, mix: Any) -> dict[str, Any]:
     """Return the options that a resume must not change."""
-    return {name: value for name, value in config.result_options(options).items()
-            if name.startswith("generate.") and name not in NOT_IN_FINGERPRINT}
+    basis = {name: value for name, value in config.result_options(options).items()
+             if name.startswith("generate.") and name not in NOT_IN_FINGERPRINT}
+    return basis | ({"generate.sampling": mix.identity()} if options.generate.sampling else {})
 
 
 # --- asking -----------------------------------------------------------------------------------------------
 
 
-def ask(options: GenerateOptions, stage: Stage, ledger: Any, prompts: list[Any]) -> int:
-    """Ask for what is missing; return how many prompts failed."""
-    from eagle3 import replies, traces
+def ask(options: GenerateOptions, stage: Stage, ledger: Any, plan: Any, survey: Any) -> dict[str, Any]:
+    """Ask for what is missing; return the figures of the manifest."""
     from eagle3.chat import DEFAULT_THINK_TAGS, load_chat
+    from eagle3.endpoints import Pool
     from eagle3.generation import Generator
 
     section = options.generate
-    chat = load_chat(Path(options.model.path), trust_remote_code=options.model.trust_remote_code,
-                     arguments=section.chat_template_kwargs) if options.model.path else None
-    with server(options, stage) as (url, look):
-        served = replies.served_model(url, section.served_model_name)
+    chat = load_chat(Path(options.model.path), trust_remote_code=options.model.trust_remote_code
+                     ) if options.model.path else None
+    with server(options, stage) as (urls, look):
+        pool = Pool(urls, section)
+        served = pool.connect(chat.think_tags if chat else DEFAULT_THINK_TAGS)
         refuse_other_model(stage, ledger.model, served.name)
-        stage.manifest["server"] = {"endpoint": url, "model": served.name, "max_model_len": served.limit}
-        keys = traces.request_keys(prompts, section, served.name)
-        todo = ledger.missing(prompts, keys)
-        progress = stage.progress("traces", len(prompts), "prompts", len(prompts) - len(todo))
+        stage.manifest["server"] = {"endpoints": urls, "model": served.name, "max_model_len": served.limit}
+        progress = stage.progress("traces", survey.expected, "prompts", survey.expected - survey.missing)
+        limit = min(filter(None, (section.max_model_len, served.limit)), default=None)
+        generator = Generator(section, ledger, pool=pool, chat=chat, limit=limit, progress=progress)
         ledger.open()
         try:
-            client = replies.Client(url, served.name, section, chat.think_tags if chat else DEFAULT_THINK_TAGS)
-            limit = min(filter(None, (section.max_model_len, served.limit)), default=None)
-            generator = Generator(
-                section, ledger, keys, client=client, model=served.name, chat=chat, limit=limit, progress=progress
-            )
-            asyncio.run(generator.run(todo, look))
+            asyncio.run(generator.run(plan.work(served.name, survey), look))
         finally:
             progress.close()
             ledger.close()
-            stage.manifest["counts"] = ledger.figures(prompts, progress.failed)
-    return progress.failed
+            stage.manifest["counts"] = figures_of(survey, ledger, generator.came_of_it)
+            stage.manifest["token_check"] = generator.token_check.figures
+            generator.token_check.report()
+    stage.manifest["closing_id"] = chat.closing_id if chat else None
+    return stage.manifest["counts"]
 
 
 @contextlib.contextmanager
-def server(options: GenerateOptions, stage: Stage) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Yield (address ending in /v1, a function that raises when the run must stop)."""
+def server(options: GenerateOptions, stage: Stage) -> Iterator[tuple[list[str], Callable[[], None]]]:
+    """Yield (addresses ending in /v1, a function that raises when the run must stop)."""
     from eagle3 import launch, replies
 
     section = options.generate
     if not section.serve:
-        yield replies.base_url(section.endpoint or ""), stage.check_stop
+        yield [replies.base_url(url) for url in section.endpoint], stage.check_stop
         return
     with launch.serve(
         options.engine, Path(options.model.path), stage=stage, label="generate", extra_args=section.serve_args
@@ -193,7 +214,7 @@ def server(options: GenerateOptions, stage: Stage) -> Iterator[tuple[str, Callab
             started.require_alive()
 
         stage.manifest["engine"] = {"kind": started.kind, "version": started.version}
-        yield started.base_url, look
+        yield [started.base_url], look
 
 
 def refuse_other_model(stage: Stage, old: str, new: str) -> None:
@@ -211,13 +232,12 @@ def refuse_other_model(stage: Stage, old: str, new: str) -> None:
 # --- the end ----------------------------------------------------------------------------------------------
 
 
-def conclude(options: GenerateOptions, stage: Stage, ledger: Any, prompts: list[Any], failed: int) -> None:
+def conclude(options: GenerateOptions, stage: Stage, ledger: Any, figures: dict[str, Any]) -> None:
     """Say what came of it and complete the stage.
 
     Raises FailureLimitError when too many prompts failed or none gave a trace.
     """
-    figures = ledger.figures(prompts, failed)
-    stage.manifest["counts"] = figures
+    stage.manifest["counts"], failed = figures, figures["failed"]
     lost, kept = figures["skipped"].get("truncated", 0), ledger.counts["truncated"]
     answers = ledger.counts["traces"] + lost
     logger.info("%d traces (%d generated tokens); skipped: %s; failed: %d", ledger.counts["traces"],
@@ -233,22 +253,36 @@ def conclude(options: GenerateOptions, stage: Stage, ledger: Any, prompts: list[
             f"{failed} prompts failed" if failed else "no prompt gave a trace",
             where=stage.directory / ("failures.jsonl" if failed else "skipped.jsonl"),
             expected=f"at most {options.generate.max_failures} failures and at least one trace",
-            found=first_reason(stage, ledger, failed),
+            found=first_reason(stage.directory / ("failures.jsonl" if failed else "skipped.jsonl")),
             fix="the traces so far are kept; the same command asks the failed ones again",
         )
+    describe_data(stage)
     outputs = {name: stage.directory / f"{name}.jsonl" for name in ("traces", "skipped")}
     stage.complete(counts=figures, outputs=outputs, content=ledger.content)
 
 
-def first_reason(stage: Stage, ledger: Any, failed: int) -> str:
-    """Return the most frequent reason, with one example of its detail."""
-    records = [row for _, row in files.read_jsonl(stage.directory / "failures.jsonl")] if failed else [
-        *ledger.skipped.values()]
-    if not records:
+def describe_data(stage: Stage) -> None:
+    """Write the data report; a trace is not worth less for a plot that failed."""
+    from eagle3 import datareport
+
+    try:
+        datareport.write(stage.directory, closing_id=stage.manifest.get("closing_id"))
+        logger.info("data report: %s", stage.directory / "data_report.html")
+    except Exception as error:  # noqa: BLE001 - whatever a plotting library raises
+        logger.warning("no data report: %s: %s", type(error).__name__, error)
+
+
+def first_reason(path: Path) -> str:
+    """Return the most frequent reason in a file of records, with one example of its detail."""
+    counted: Counter[str] = Counter()
+    details: dict[str, str] = {}
+    for _, record in files.read_jsonl(path):
+        counted[record["reason"]] += 1
+        details.setdefault(record["reason"], record["detail"])
+    if not counted:
         return ""
-    reason, number = Counter(record["reason"] for record in records).most_common(1)[0]
-    detail = next(record["detail"] for record in records if record["reason"] == reason)
-    return f"{number} × {reason}" + (f", such as: {detail}" if detail else "")
+    reason, number = counted.most_common(1)[0]
+    return f"{number} × {reason}" + (f", such as: {details[reason]}" if details[reason] else "")
 
 
 if __name__ == "__main__":

@@ -50,22 +50,32 @@ class Chat:
         end_id: the token that ends an assistant turn.
     """
 
-    def __init__(self, tokenizer: Any, end_ids: set[int], arguments: dict[str, Any] | None = None) -> None:
-        """Take a tokenizer, the ids that end generation (may be empty) and arguments for the template."""
-        self._tokenizer, self._arguments = tokenizer, arguments or {}
+    def __init__(self, tokenizer: Any, end_ids: set[int]) -> None:
+        """Take a tokenizer and the ids that end generation (may be empty)."""
+        self._tokenizer = tokenizer
         self._vocabulary: dict[str, int] = tokenizer.get_vocab()
         template = str(tokenizer.chat_template)
         known = [pair for pair in _THINK_TAGS if all(tag in self._vocabulary or tag in template for tag in pair)]
         self.think_tags = known[0] if known else DEFAULT_THINK_TAGS
         self.end_id = self._find_end(end_ids | {tokenizer.eos_token_id} - {None})
 
-    def prompt_ids(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[int]:
-        """Return the ids [P] of a conversation followed by the generation prompt.
+    @property
+    def closing_id(self) -> int | None:
+        """The token that ends reasoning, where it is one token."""
+        return self._vocabulary.get(self.think_tags[1])
+
+    def prompt_ids(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]],
+        arguments: dict[str, Any] | None = None,
+    ) -> list[int]:
+        """Return the ids [P] of a conversation followed by the generation prompt; `arguments` go to the template.
 
         The template's output is tokenized by the tokenizer itself, so there is one BOS, not two.
         Raises TemplateRefusal when the template does not take the conversation.
         """
-        return self._render(messages, tools, add_generation_prompt=True)
+        return self._render(messages, tools, add_generation_prompt=True, **(arguments or {}))
 
     def completion_ids(self, prompt_ids: list[int], reasoning: str | None, content: str | None) -> list[int]:
         """Return the ids [C] that the model generated after `prompt_ids`, with the end token.
@@ -110,7 +120,7 @@ class Chat:
 
         try:
             rendered = self._tokenizer.apply_chat_template(
-                _with_parsed_arguments(messages), tools=tools or None, tokenize=True, **how, **self._arguments
+                _with_parsed_arguments(messages), tools=tools or None, tokenize=True, **how
             )
         except (TemplateError, TypeError, KeyError) as error:  # a template that joins a missing content, say
             raise TemplateRefusal(str(error)) from None
@@ -133,7 +143,7 @@ class Chat:
         raise PreconditionError("the model names no token that ends a turn", fix="set eos_token in its tokenizer")
 
 
-def load_chat(folder: Path, *, trust_remote_code: bool = False, arguments: dict[str, Any] | None = None) -> Chat:
+def load_chat(folder: Path, *, trust_remote_code: bool = False) -> Chat:
     """Return the chat of a model folder.
 
     Raises PreconditionError when there is no usable tokenizer or no chat template.
@@ -153,7 +163,7 @@ def load_chat(folder: Path, *, trust_remote_code: bool = False, arguments: dict[
         ) from None
     if not tokenizer.chat_template:
         raise PreconditionError("the tokenizer has no chat template", where=folder, fix="add chat_template.jinja")
-    return Chat(tokenizer, _end_ids(folder), arguments)
+    return Chat(tokenizer, _end_ids(folder))
 
 
 def as_ids(value: Any) -> list[int]:

@@ -155,6 +155,14 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(message, where="command line", fix="--help lists every option")
 
 
+class _Words(argparse.Action):
+    """A flag that may be given again: its words are put together."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        before = getattr(namespace, self.dest, "")
+        setattr(namespace, self.dest, f"{before} {values}".strip())
+
+
 class _HelpFormatter(argparse.HelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=34, width=min(110, shutil.get_terminal_size().columns))
@@ -167,6 +175,7 @@ def _add_flag(group: Any, section: str, item: dataclasses.Field[Any]) -> None:
         keywords["action"] = argparse.BooleanOptionalAction
     elif kind is list and typing.get_args(item.type)[0] is str:
         keywords["metavar"] = "'WORDS'"  # one string: words that start with a dash would be taken for flags here
+        keywords["action"] = _Words
     elif kind is list:
         keywords["nargs"] = "+"
         keywords["metavar"] = "N"

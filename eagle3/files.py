@@ -179,7 +179,10 @@ class Appender:
 
     def append(self, rows: Iterable[dict[str, Any]]) -> None:
         """Write the rows and wait until they are durable."""
-        data = b"".join(encode_line(row) for row in rows)
+        self.append_lines(b"".join(encode_line(row) for row in rows))
+
+    def append_lines(self, data: bytes) -> None:
+        """Write encoded rows and wait until they are durable."""
         start = os.fstat(self._file.fileno()).st_size
         try:
             written = 0

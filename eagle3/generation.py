@@ -1,42 +1,45 @@
-"""Generation: ask for many prompts at once and write each finished reply durably.
+"""Generation: ask for many conversations at once and write each finished reply durably.
 
-Workers take a prompt, ask, hand the result to one writer and take the next prompt only when the result is on
-disk. So a process killed at any moment has at most `concurrency` prompts to ask again. The writer takes
-whatever waits, so many results share one fsync without any of them waiting for company.
+A worker takes a conversation, asks for its replies in turn, hands each result to one writer and goes on only
+when it is on disk. So a process killed at any moment has at most `concurrency` prompts to ask again. The writer
+takes whatever waits, so many results share one fsync without any of them waiting for company.
 """
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from eagle3.chat import Chat, TemplateRefusal
+from eagle3.endpoints import Pool
 from eagle3.errors import FailureLimitError, PreconditionError
+from eagle3.files import encode_line
 from eagle3.log import Progress, logger
 from eagle3.options import GenerateSection
-from eagle3.prompts import Prompt
-from eagle3.replies import Client, Reply, RequestFailed, reason_to_skip
-from eagle3.traces import Ledger, sampling_of, sealed
+from eagle3.plan import Request, Work
+from eagle3.replies import Reply, RequestFailed, reason_to_skip
+from eagle3.tokencheck import TokenCheck
+from eagle3.traces import Ledger, assistant_message, sealed
 
 _REPLIES_WITHOUT_REASONING = 20  # then reasoning that is required will not come
 _LOOK_EVERY_S = 0.1
 
 
 class Generator:
-    """Turns prompts into traces, skips and failures of a ledger.
+    """Turns conversations into traces, skips and failures of a ledger.
 
     Attributes:
-        failed: prompts that failed in this run.
+        came_of_it: how many prompts of this run became "traces", "failures", or were skipped, by "skipped: reason".
+        token_check: what comparing the server's ids with the template's has shown.
     """
 
     def __init__(
         self,
         section: GenerateSection,
         ledger: Ledger,
-        keys: dict[str, str],
         *,
-        client: Client,
-        model: str,
+        pool: Pool,
         chat: Chat | None,
         limit: int | None,
         progress: Progress,
@@ -44,13 +47,14 @@ class Generator:
         """Take what is to be asked how.
 
         Args:
-            keys: {prompt id: request key}.
             chat: the verifier's template; None leaves token ids and prompt lengths to the server.
             limit: longest prompt plus reply in tokens, or None.
         """
-        self.section, self.ledger, self.keys = section, ledger, keys
-        self.client, self.model, self.chat, self.limit, self.progress = client, model, chat, limit, progress
-        self.failed = 0
+        self.section, self.ledger, self.pool = section, ledger, pool
+        self.chat, self.limit, self.progress = chat, limit, progress
+        self.model = pool.served.name
+        self.came_of_it: Counter[str] = Counter()
+        self.token_check = TokenCheck(chat, section.check_tokens)
         self._failed_in_row, self._answered = 0, False
         self._reasoning_seen = ledger.counts["with_reasoning"] > 0
         self._without_reasoning: list[dict[str, Any]] = []
@@ -58,15 +62,14 @@ class Generator:
         self._said: set[str] = set()
         self._queue: asyncio.Queue[tuple[str, dict[str, Any], asyncio.Future[None]] | None] = asyncio.Queue()
 
-    async def run(self, prompts: list[Prompt], look: Callable[[], None]) -> None:
-        """Ask for all prompts; `look` is called ten times a second and stops the run by raising.
+    async def run(self, todo: Iterator[Work], look: Callable[[], None]) -> None:
+        """Ask for everything; `look` is called ten times a second and stops the run by raising.
 
         Raises what stopped it: Interrupted, FailureLimitError (failures in a row), PreconditionError (key
         refused, no reasoning, disk full, …). What was finished is on disk in any case.
         """
-        todo = iter(prompts)
         writer = asyncio.create_task(self._write())
-        workers = asyncio.create_task(self._work_together(todo, min(self.section.concurrency, len(prompts))))
+        workers = asyncio.create_task(self._work_together(todo))
         watcher = asyncio.create_task(_watch(look))
         tasks = (workers, watcher, writer)
         try:
@@ -77,7 +80,7 @@ class Generator:
             await asyncio.gather(workers, watcher, return_exceptions=True)
             self._queue.put_nowait(None)
             await asyncio.gather(writer, return_exceptions=True)
-            await self.client.close()
+            await self.pool.close()
         for task in (writer, watcher, workers):
             if not task.cancelled() and (error := task.exception()):
                 raise _first(error)
@@ -86,46 +89,62 @@ class Generator:
 
     # --- workers ---
 
-    async def _work_together(self, todo: Iterator[Prompt], count: int) -> None:
+    async def _work_together(self, todo: Iterator[Work]) -> None:
         async with asyncio.TaskGroup() as group:
-            for _ in range(count):
+            for _ in range(self.section.concurrency):
                 group.create_task(self._work(todo))
 
-    async def _work(self, todo: Iterator[Prompt]) -> None:
-        for prompt in todo:
-            await self._settle(prompt)
+    async def _work(self, todo: Iterator[Work]) -> None:
+        for work in todo:
+            await self._converse(work)
 
-    async def _settle(self, prompt: Prompt) -> None:
-        """Ask for one prompt and record what came of it."""
+    async def _converse(self, work: Work) -> None:
+        """Ask for the missing replies of a conversation, each with the generated ones before it as history."""
+        for request in work.requests():
+            if work.broken:
+                await self._leave_out(request, work.broken)
+                continue
+            reply = await self._settle(request)
+            if isinstance(reply, str):
+                work.broken = reply
+            else:
+                work.went_on(request, assistant_message(reply.reasoning, reply.content, reply.tool_calls))
+
+    async def _leave_out(self, request: Request, broken: str) -> None:
+        """Record a reply that cannot be asked for, since an earlier one of its conversation is missing."""
+        if broken == "failed":  # it is asked again when that one succeeds
+            await self._fail(request, RequestFailed("an earlier turn failed", "", rejected=True))
+        else:
+            await self._skip(request, "an earlier turn was skipped")
+
+    async def _settle(self, request: Request) -> Reply | str:
+        """Ask for one reply and record what came of it; return it, or "skipped" or "failed" when it gave no trace."""
         prompt_ids: list[int] | None = None
         if self.chat is not None:
             try:
-                prompt_ids = self.chat.prompt_ids(prompt.messages, prompt.tools)
+                arguments = request.setting.chat_template_kwargs
+                prompt_ids = self.chat.prompt_ids(request.messages, request.tools, arguments)
             except TemplateRefusal as refusal:
-                await self._skip(prompt, "template", str(refusal))
-                return
-        max_tokens = self._room(prompt_ids)
+                return await self._skip(request, "template", str(refusal))
+        max_tokens = self._room(prompt_ids, request.setting.max_tokens)
         if max_tokens < 1:
             length = len(prompt_ids or [])
-            await self._skip(prompt, "prompt too long", f"{length} {'>' if max_tokens else '='} {self.limit}")
-            return
+            return await self._skip(request, "prompt too long", f"{length} {'>' if max_tokens else '='} {self.limit}")
         try:
-            reply = await self.client.ask(prompt.messages, prompt.tools, max_tokens)
+            reply = await self.pool.ask(request.messages, request.tools, request.setting, max_tokens)
         except RequestFailed as failure:
-            await self._fail(prompt, failure)
-            return
+            return await self._fail(request, failure)
         self._failed_in_row, self._answered = 0, True
         self._tokens += reply.tokens
         await self._note_reasoning(reply)
-        reason = reason_to_skip(reply, self.section.reasoning)
+        reason = reason_to_skip(reply, request.setting.reasoning)
         if reason:
-            await self._skip(prompt, reason, finish_reason=reply.finish_reason, tokens=reply.tokens)
-            return
-        await self._record("traces", self._trace(prompt, reply, prompt_ids, max_tokens))
+            return await self._skip(request, reason, finish_reason=reply.finish_reason, tokens=reply.tokens)
+        await self._record("traces", self._trace(request, reply, prompt_ids, max_tokens))
+        return reply
 
-    def _room(self, prompt_ids: list[int] | None) -> int:
+    def _room(self, prompt_ids: list[int] | None, wanted: int) -> int:
         """Return the longest reply to ask for; 0 or less when the prompt leaves no room."""
-        wanted = self.section.max_tokens
         if self.limit is None or prompt_ids is None or len(prompt_ids) + wanted <= self.limit:
             return wanted
         room = self.limit - len(prompt_ids)
@@ -136,11 +155,11 @@ class Generator:
                       f"{self.limit}, so {room} (once shown; the others are in each trace's sampling)")
         return room
 
-    def _trace(self, prompt: Prompt, reply: Reply, prompt_ids: list[int] | None, max_tokens: int) -> dict[str, Any]:
-        section = self.section
+    def _trace(self, request: Request, reply: Reply, prompt_ids: list[int] | None, max_tokens: int) -> dict[str, Any]:
         if reply.exact:
             source, known, completion = "server", reply.prompt_ids, reply.completion_ids
             self._compare(prompt_ids, known or [])
+            self.token_check.compare(reply, prompt_ids)
         elif self.chat is not None and prompt_ids is not None:
             source, known = "template", prompt_ids
             completion = self.chat.completion_ids(prompt_ids, reply.reasoning, reply.content)
@@ -151,13 +170,13 @@ class Generator:
                 fix="name the verifier's folder with --model",
             )
         return sealed({
-            "id": prompt.id,
-            "key": self.keys[prompt.id],
-            "source": prompt.source,
+            "id": request.id,
+            "key": request.key,
+            "source": request.source,
             "model": self.model,
-            "prompt": {"messages": prompt.messages, "tools": prompt.tools},
-            "chat_template_kwargs": section.chat_template_kwargs,
-            "sampling": sampling_of(section, max_tokens),
+            "prompt": {"messages": request.messages, "tools": request.tools},
+            "chat_template_kwargs": request.setting.chat_template_kwargs,
+            "sampling": request.setting.recorded(max_tokens, self.section.seed),
             "reasoning": reply.reasoning,
             "content": reply.content,
             "tool_calls": reply.tool_calls,
@@ -185,39 +204,42 @@ class Generator:
             for record in held:
                 await self._record("skipped", record)
 
-    async def _skip(self, prompt: Prompt, reason: str, detail: str = "", **more: Any) -> None:
-        record = {"id": prompt.id, "key": self.keys[prompt.id], "model": self.model, "reason": reason,
-                  "detail": detail} | more
+    async def _skip(self, request: Request, reason: str, detail: str = "", **more: Any) -> str:
+        record = {"id": request.id, "key": request.key, "source": request.source, "model": self.model,
+                  "reason": reason, "detail": detail} | more
         if reason == "no reasoning" and not self._reasoning_seen:
             # Not written: with the server put right, these prompts are worth asking again.
             self._without_reasoning.append(record)
             if len(self._without_reasoning) >= _REPLIES_WITHOUT_REASONING:
                 raise _no_reasoning(len(self._without_reasoning))
-            return
+            return "failed"
         await self._record("skipped", record)
+        return "skipped"
 
-    async def _fail(self, prompt: Prompt, failure: RequestFailed) -> None:
-        record = {"id": prompt.id, "key": self.keys[prompt.id], "reason": failure.reason, "detail": failure.detail}
+    async def _fail(self, request: Request, failure: RequestFailed) -> str:
+        record = {"id": request.id, "key": request.key, "source": request.source, "reason": failure.reason,
+                  "detail": failure.detail}
         await self._record("failures", record)
-        self.failed += 1
         if not (failure.rejected and self._answered):  # a server that answers others is not gone
             self._failed_in_row += 1
-        logger.debug("%s failed: %s", prompt.id, failure)
+        logger.debug("%s failed: %s", request.id, failure)
         if self._failed_in_row >= self.section.max_consecutive_failures:
             raise FailureLimitError(
                 f"{self._failed_in_row} prompts failed in a row; the finished traces are kept",
                 found=failure,
                 fix="see that the server is well and run the same command again, or raise --max-consecutive-failures",
             )
+        return "failed"
 
     async def _record(self, target: str, record: dict[str, Any]) -> None:
         """Hand a record to the writer and wait until it is on disk."""
         written = asyncio.get_running_loop().create_future()
         self._queue.put_nowait((target, record, written))
         await written
+        self.came_of_it[f"skipped: {record['reason']}" if target == "skipped" else target] += 1
         rate = self._tokens / max(1e-9, time.monotonic() - self._started)
         cut = self.ledger.counts["truncated"]
-        note = f"{rate:.0f} tok/s, {cut} truncated, {len(self.ledger.skipped)} skipped"
+        note = f"{rate:.0f} tok/s, {cut} truncated, {self.ledger.skips} skipped"
         failed = target == "failures"
         self.progress.update(0 if failed else 1, failed=int(failed), note=note)
 
@@ -227,8 +249,12 @@ class Generator:
             while not self._queue.empty():
                 batch.append(self._queue.get_nowait())
             entries = [entry for entry in batch if entry is not None]
-            await asyncio.to_thread(self.ledger.write, [(target, record) for target, record, _ in entries])
-            for _, _, written in entries:
+            lines: dict[str, bytes] = {}
+            for target, record, _ in entries:
+                lines[target] = lines.get(target, b"") + encode_line(record)
+            await asyncio.to_thread(self.ledger.write, lines)
+            for target, record, written in entries:
+                self.ledger.count(target, record)
                 if not written.done():  # its worker may have been cancelled
                     written.set_result(None)
             if None in batch:

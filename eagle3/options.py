@@ -97,8 +97,34 @@ class EngineOptions:
 class GenerateSection:
     """Stage 01: prompts → traces."""
 
-    prompts: str = option("", "prompts, JSON lines with id and messages", path=True)
-    endpoint: str | None = option(None, "OpenAI-compatible server, such as http://127.0.0.1:8000/v1", results=False)
+    prompts: str = option(
+        "",
+        "where prompts come from: a file (JSON lines, JSON array, Parquet), a folder of such files or one saved by "
+        "`datasets`, or the name of a dataset on the hub",
+        path=True,
+    )
+    prompt_split: str = option("train", "split of a dataset that has several", results=False)
+    turns: str = option(
+        "last",
+        "last: only the last reply of a conversation; all: each reply anew, in turn, on what was generated before",
+        choices=("last", "all"),
+    )
+    sample: int | None = option(None, "ask only this many conversations, chosen by --sample-seed whatever their order",
+                                unit="conversations", minimum=1, results=False)
+    sample_seed: int = option(0, "seed of --sample", results=False)
+    deduplicate: str = option(
+        "rows",
+        "what is asked once: rows that are equal throughout, or prompts with equal messages and tools",
+        choices=("rows", "prompts"),
+        results=False,
+    )
+    role_map: dict[str, str] = option({}, 'roles of other names, as JSON: {"human": "user"}', results=False)
+    endpoint: list[str] = option(
+        [],
+        "OpenAI-compatible servers of the same model, such as http://127.0.0.1:8000/v1; they share the work, and one "
+        "that fails is set aside and tried again",
+        results=False,
+    )
     serve: bool = option(False, "start the engine on the model for this stage and stop it afterwards", results=False)
     serve_args: list[str] = option([], "more arguments for the server of --serve (parsers and the like)")
     served_model_name: str | None = option(None, "model name to ask for; default: the only one the server lists")
@@ -110,6 +136,19 @@ class GenerateSection:
     top_p: float = option(1.0, "nucleus sampling", minimum=0.0, maximum=1.0)
     seed: int = option(0, "sampling seed sent with each request")
     chat_template_kwargs: dict[str, Any] = option({}, "arguments for the chat template, as JSON")
+    sampling: str | None = option(
+        None,
+        "YAML or JSON list of settings to mix, each with a weight and any of temperature, top_p, max_tokens, "
+        "chat_template_kwargs; a prompt's setting is a hash of its id and --seed",
+        path=True,
+    )
+    check_tokens: int = option(
+        0,
+        "compare the server's token ids with those of the template on this many replies, and say where they differ",
+        unit="replies",
+        minimum=0,
+        results=False,
+    )
     reasoning: str = option(
         "optional", "whether replies must, may or must not reason", choices=("required", "optional", "off")
     )

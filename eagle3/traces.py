@@ -6,21 +6,19 @@ is a sum over the digests, so the order of the rows does not matter.
 """
 
 import hashlib
+import sys
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from eagle3.errors import PreconditionError, StaleError
+from eagle3.errors import PreconditionError
 from eagle3.files import Appender, read_jsonl, sha256_json
 from eagle3.log import logger
-from eagle3.options import GenerateSection
-from eagle3.prompts import Prompt
 
 FILE_NAME = "traces.jsonl"
 _TOKEN_FIELDS = ("prompt_token_ids", "completion_token_ids")
-_SAMPLING = ("temperature", "top_p", "seed")
 _FIELDS: dict[str, type | tuple[type, ...]] = {
     "id": str,
     "key": str,
@@ -39,22 +37,6 @@ _FIELDS: dict[str, type | tuple[type, ...]] = {
     "usage": dict,
     "digest": str,
 }
-
-
-def request_keys(prompts: list[Prompt], section: GenerateSection, model: str) -> dict[str, str]:
-    """Return {prompt id: hash of everything that decides the reply}: prompt, sampling, template arguments, model.
-
-    Of the model's name only the last path component counts: one server calls it by its folder, another by
-    its name on the hub.
-    """
-    sampling = {name: getattr(section, name) for name in ("max_tokens", *_SAMPLING, "chat_template_kwargs")}
-    model = Path(model).name
-    return {prompt.id: sha256_json([prompt.messages, prompt.tools, sampling, model])[:32] for prompt in prompts}
-
-
-def sampling_of(section: GenerateSection, max_tokens: int) -> dict[str, Any]:
-    """Return the sampling of one request as a row records it; `max_tokens` may be clamped."""
-    return {"max_tokens": max_tokens} | {name: getattr(section, name) for name in _SAMPLING}
 
 
 def sealed(row: dict[str, Any]) -> dict[str, Any]:
@@ -76,14 +58,15 @@ def read_traces(path: Path) -> Iterator[dict[str, Any]]:
 
     Raises PreconditionError with the line number for a damaged row, and for an id that occurs twice.
     """
-    lines: dict[str, int] = {}
+    lines: dict[int, int] = {}
     for number, row in read_jsonl(path):
         try:
             _require_fields(row)
             if row_digest(row) != row["digest"]:
                 raise ValueError("its content does not fit its digest")
-            if row["id"] in lines:
-                raise ValueError(f"id {row['id']} stands in line {lines[row['id']]} already")
+            name = hash64(row["id"])
+            if name in lines:
+                raise ValueError(f"id {row['id']} stands in line {lines[name]} already")
         except (ValueError, TypeError, OverflowError) as error:
             raise PreconditionError(
                 "a trace is damaged",
@@ -91,7 +74,7 @@ def read_traces(path: Path) -> Iterator[dict[str, Any]]:
                 found=error,
                 fix="remove that line and run 01_generate_synthetic.py again: only that prompt is asked again",
             ) from None
-        lines[row["id"]] = number
+        lines[name] = number
         yield row
 
 
@@ -103,6 +86,11 @@ def sequence(row: dict[str, Any]) -> tuple[list[int], list[int]]:
     """
     prompt, completion = (row[name] for name in _TOKEN_FIELDS)
     return prompt + completion, [0] * len(prompt) + [1] * len(completion)
+
+
+def hash64(text: str) -> int:
+    """Return 64 bits of a text's hash: ids are held as such, about 100 bytes each whatever their length."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
 def lie_in(directory: Path) -> bool:
@@ -130,7 +118,7 @@ def _require_fields(row: dict[str, Any]) -> None:
         if not isinstance(row[name], kind):
             raise ValueError(f"field {name} is of type {type(row[name]).__name__}")
     for name in _TOKEN_FIELDS:
-        if not row[name] or not all(type(token) is int and token >= 0 for token in row[name]):
+        if set(map(type, row[name])) != {int} or min(row[name]) < 0:
             raise ValueError(f"field {name} must hold token ids, at least one")
 
 
@@ -141,61 +129,47 @@ class Ledger:
     failures.jsonl starts empty with every run that asks anything. Loading only reads; `open` allows `write`.
 
     Attributes:
-        keys: {id: request key} of the traces.
-        skipped: {id: record} of the prompts that gave no trace, the latest record of each.
         model: name under which the traces and skips were asked, "" when there are none.
         counts: traces, truncated (kept though cut at max_tokens), with_reasoning, prompt and completion tokens.
+        skips: how many prompts were skipped, whatever the reason.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, read: bool = True) -> None:
+        """Load what lies in a directory; an empty ledger without `read`."""
         self.directory = directory
-        self.keys: dict[str, str] = {}
-        self.skipped: dict[str, dict[str, Any]] = {}
         self.model = ""
         self.counts: Counter[str] = Counter()
+        self.skips = 0
+        self._keys: dict[int, int] = {}
+        self._skipped: dict[int, tuple[int, str]] = {}
         self._digests = 0
         self._files: dict[str, Appender] = {}
-        for row in read_traces(directory / FILE_NAME):
-            self._count_trace(row)
-        for _, record in read_jsonl(directory / "skipped.jsonl"):
-            self._count_skip(record)
+        if read:
+            for row in read_traces(directory / FILE_NAME):
+                self._count_trace(row)
+            for _, record in read_jsonl(directory / "skipped.jsonl"):
+                self._count_skip(record)
 
-    def missing(self, prompts: list[Prompt], keys: dict[str, str]) -> list[Prompt]:
-        """Return the prompts to ask, in their order: neither a trace nor a skip under the same key.
+    def state(self, identity: str, key: str) -> str:
+        """Return what is known of a prompt: "done", "changed" (a trace of another request), the reason for which
+        it was skipped as "skipped: …", or "missing"."""
+        name, wanted = hash64(identity), hash64(key)
+        if name in self._keys:
+            return "done" if self._keys[name] == wanted else "changed"
+        known, reason = self._skipped.get(name, (None, ""))
+        return f"skipped: {reason}" if known == wanted else "missing"
 
-        Args:
-            keys: {prompt id: request key as of now}.
-        Raises:
-            StaleError: a trace lies there for the same id but another request.
-        """
-        stale = [prompt.id for prompt in prompts if self.keys.get(prompt.id, keys[prompt.id]) != keys[prompt.id]]
-        if stale:
-            raise StaleError(
-                f"{len(stale)} traces were made from another prompt or with other sampling under the same id",
-                where=self.directory / FILE_NAME,
-                found="ids " + ", ".join(stale[:5]) + (" …" if len(stale) > 5 else ""),
-                fix="give changed prompts new ids, write elsewhere with --out, or use --restart (moves the old aside)",
-            )
-        return [
-            prompt for prompt in prompts
-            if prompt.id not in self.keys and self.skipped.get(prompt.id, {}).get("key") != keys[prompt.id]
-        ]
+    def replies(self, identities: set[str]) -> dict[str, dict[str, Any]]:
+        """Return {id: assistant message} of some traces, for conversations that go on from them."""
+        if not identities:
+            return {}
+        return {row["id"]: assistant_message(row["reasoning"], row["content"], row["tool_calls"])
+                for _, row in read_jsonl(self.directory / FILE_NAME) if row["id"] in identities}
 
     @property
     def content(self) -> str:
         """The content identity of the traces."""
-        return _identity_of(len(self.keys), self._digests)
-
-    def figures(self, prompts: list[Prompt], failed: int) -> dict[str, Any]:
-        """Return the counts of the manifest: of these prompts, and of all that lies in the directory."""
-        wanted = {prompt.id for prompt in prompts}
-        return {
-            "expected": len(prompts),
-            "done": sum(identity in self.keys for identity in wanted),
-            "skipped": dict(Counter(row["reason"] for name, row in self.skipped.items() if name in wanted)),
-            "failed": failed,
-            **self.counts,
-        }
+        return _identity_of(len(self._keys), self._digests)
 
     def open(self) -> None:
         """Open the files for writing: torn tails are repaired, the last run's failures are dropped."""
@@ -205,17 +179,20 @@ class Ledger:
             if self._files[name].repaired_bytes:
                 logger.warning("%s.jsonl: removed a torn last line (the last run was killed)", name)
 
-    def write(self, records: list[tuple[str, dict[str, Any]]]) -> None:
-        """Append (file, record) pairs, file being traces, skipped or failures, and wait until they are durable."""
-        for name, file in self._files.items():
-            chosen = [record for target, record in records if target == name]
-            if chosen:
-                file.append(chosen)
-        for target, record in records:
-            if target == "traces":
-                self._count_trace(record)
-            elif target == "skipped":
-                self._count_skip(record)
+    def write(self, lines: dict[str, bytes]) -> None:
+        """Append encoded rows to traces, skipped or failures and wait until they are durable.
+
+        It does nothing but that, so that a thread which runs it holds the interpreter's lock for moments only.
+        """
+        for name, data in lines.items():
+            self._files[name].append_lines(data)
+
+    def count(self, target: str, record: dict[str, Any]) -> None:
+        """Count a record that has been written."""
+        if target == "traces":
+            self._count_trace(record)
+        elif target == "skipped":
+            self._count_skip(record)
 
     def close(self) -> None:
         """Close the files."""
@@ -223,8 +200,9 @@ class Ledger:
             file.close()
 
     def _count_trace(self, row: dict[str, Any]) -> None:
-        self.keys[row["id"]] = row["key"]
-        self.skipped.pop(row["id"], None)
+        name = hash64(row["id"])
+        self._keys[name] = hash64(row["key"])
+        self.skips -= self._skipped.pop(name, None) is not None
         self.model = row["model"]
         self._digests += int(row["digest"], 16)
         self.counts["traces"] += 1
@@ -234,6 +212,19 @@ class Ledger:
         self.counts["completion_tokens"] += len(row["completion_token_ids"])
 
     def _count_skip(self, record: dict[str, Any]) -> None:
-        if record["id"] not in self.keys:
-            self.skipped[record["id"]] = record
+        name = hash64(record["id"])
+        if name not in self._keys:
+            self.skips += name not in self._skipped
+            self._skipped[name] = (hash64(record["key"]), sys.intern(record["reason"]))
             self.model = record["model"]
+
+
+def assistant_message(reasoning: str | None, content: str | None, tool_calls: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return a generated turn as a message of the conversation that goes on from it.
+
+    Reasoning is sent under both names that servers read; templates decide what of it they keep.
+    """
+    message: dict[str, Any] = {"role": "assistant", "content": content or ""}
+    if reasoning:
+        message |= {"reasoning": reasoning, "reasoning_content": reasoning}
+    return message | ({"tool_calls": tool_calls} if tool_calls else {})

@@ -1,8 +1,13 @@
 """Fixtures that several test files share."""
 
+import signal
 from pathlib import Path
 
 import pytest
+
+# Children inherit ignored signals, and `nohup ./test.sh &` ignores two of those that tests send to theirs.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # ChatML. The generation prompt ends in an open think tag when asked; a conversation that does not start with
 # the user (or a system message) is refused, as many published templates do.

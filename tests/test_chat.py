@@ -43,8 +43,8 @@ def test_exactly_one_think_block_is_rendered(chat):
 
 
 def test_an_open_think_tag_of_the_prompt_is_not_repeated(tiny_model):
-    chat = load_chat(tiny_model, arguments={"thinking": True})
-    prompt = chat.prompt_ids(USER, [])
+    chat = load_chat(tiny_model)
+    prompt = chat.prompt_ids(USER, [], {"thinking": True})
     assert chat.decode(prompt).endswith("<|im_start|>assistant\n<think>")
     assert chat.decode(chat.completion_ids(prompt, "a", "b")) == "a</think>b<|im_end|>"
 
@@ -95,15 +95,15 @@ def test_a_template_that_refuses_says_why(chat):
         chat.prompt_ids([{"role": "assistant", "content": "Hello"}, *USER], [])
 
 
-def row_of(chat, messages, reasoning, content):
-    prompt = chat.prompt_ids(messages, [])
+def row_of(chat, messages, reasoning, content, arguments=None):
+    prompt = chat.prompt_ids(messages, [], arguments)
     return {"prompt_token_ids": prompt, "completion_token_ids": chat.completion_ids(prompt, reasoning, content)}
 
 
 def test_the_mask_is_exactly_the_generated_tokens_and_their_end(tiny_model):
     for arguments, reasoning in (({}, None), ({}, "hm"), ({"thinking": True}, "hm")):
-        chat = load_chat(tiny_model, arguments=arguments)
-        ids, mask = sequence(row_of(chat, USER, reasoning, "They are happy."))
+        chat = load_chat(tiny_model)
+        ids, mask = sequence(row_of(chat, USER, reasoning, "They are happy.", arguments))
         assert len(ids) == len(mask)
         supervised = chat.decode([token for token, on in zip(ids, mask, strict=True) if on])
         opening = "<think>" if reasoning and not arguments else ""

@@ -123,7 +123,7 @@ def test_the_whole_pipeline_and_a_second_run(smollm, tmp_path):
     train_prompts = tmp_path / "train.jsonl"
     train_prompts.write_text("".join((ROOT / "prompts" / "train.jsonl").read_text().splitlines(keepends=True)[:24]))
     config["generate"] |= {"prompts": str(train_prompts), "max_tokens": 32}
-    config["train"] |= {"epochs": 2, "batch_tokens": 512}
+    config["train"] |= {"epochs": 2, "batch_tokens": 512, "validation_fraction": 0.1}
     config["benchmark"] |= {"prompts": str(prompts), "max_tokens": 32, "concurrency": [4]}
     path = tmp_path / "small.yaml"
     path.write_text(yaml.safe_dump(config))

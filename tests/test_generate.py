@@ -17,7 +17,6 @@ from stub_server import Stub, answer_to
 from eagle3 import files, traces
 from eagle3.errors import PreconditionError, StageError
 from eagle3.options import GenerateOptions
-from eagle3.prompts import read_prompts
 from eagle3.script import run_script
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -380,89 +379,6 @@ def test_damage_in_the_middle_is_an_error_with_its_line(stage_01, tmp_path, caps
         assert stage_01(stub) == 0
         assert stub.calls[3:] == ["b"]
     assert sorted(path.read_bytes().splitlines(keepends=True)) == sorted(rows)
-
-
-# --- prompts ----------------------------------------------------------------------------------------------
-
-
-def ids_of(tmp_path: Path, text: str) -> list[str]:
-    path = tmp_path / "p.json"
-    path.write_text(text)
-    return [prompt.id for prompt in read_prompts(path)]
-
-
-def test_containers_and_content_forms_give_the_same_ids(tmp_path):
-    text = [{"messages": [{"role": "user", "content": "Hello there"}]}, {"prompt": "x"}]
-    parts = [{"messages": [{"role": "user", "content": [{"type": "text", "text": "Hello "},
-                                                        {"type": "text", "text": "there"}]}]}, {"prompt": "x"}]
-    forms = [json.dumps(text), json.dumps(text, indent=2), "\n".join(map(json.dumps, text)),
-             "\n\n".join(map(json.dumps, parts)) + "\n", "\ufeff" + json.dumps(parts)]
-    assert len({tuple(ids_of(tmp_path, form)) for form in forms}) == 1
-    assert len(set(ids_of(tmp_path, forms[0]))) == 2
-
-
-def test_different_later_messages_give_different_ids(tmp_path):
-    def conversation(last: str) -> str:
-        return json.dumps({"messages": [{"role": "user", "content": "Same"}, {"role": "assistant", "content": "Yes"},
-                                        {"role": "user", "content": last}]})
-
-    first, second = ids_of(tmp_path, conversation("one") + "\n" + conversation("two"))
-    assert first != second
-    assert first.endswith("#1")
-    assert len(ids_of(tmp_path, conversation("one") + "\n" + conversation("one"))) == 1
-
-
-def test_the_last_turn_is_asked_and_earlier_reasoning_is_left_in_the_prompt(tmp_path):
-    path = tmp_path / "p.jsonl"
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning_content": "r1"},
-             {"role": "user", "content": "c"}, {"role": "assistant", "content": "d", "reasoning_content": "r2"}]
-    path.write_text(json.dumps({"id": 7, "messages": turns}))
-    (prompt,) = read_prompts(path)
-    assert prompt.id == "7#1"
-    assert prompt.messages == turns[:3]
-
-
-@pytest.mark.parametrize(
-    ("row", "words"),
-    [
-        ({"messages": [{"role": "my_model", "content": "x"}]}, ["messages[0].role", "my_model", "assistant"]),
-        ({"messages": [{"role": "user", "content": 5}]}, ["messages[0].content", "int"]),
-        ({"messages": [{"role": "user", "content": None}]}, ["messages[0].content", "NoneType"]),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, ["messages[0].content[0]", "text"]),
-        ({"messages": [{"role": "user", "content": ["x"]}]}, ["messages[0].content[0]"]),
-        ({"messages": ["x"]}, ["messages[0]", "str"]),
-        ({"messages": "x"}, ["messages", "str"]),
-        ({"messages": []}, ["messages", "list"]),
-        ({"prompt": ["x"]}, ["prompt of type list"]),
-        ({"text": "x"}, ["messages (a list) or prompt"]),
-        ({"id": 1.5, "prompt": "x"}, ["id", "1.5"]),
-        ({"id": True, "prompt": "x"}, ["id", "True"]),
-        ({"prompt": "x", "tools": "f"}, ["tools"]),
-        ({"messages": [{"role": "assistant", "content": "x"}]}, ["only assistant messages"]),
-        ([], ["JSON object", "list"]),
-    ],
-)
-def test_a_malformed_row_is_named_with_its_field(tmp_path, row, words):
-    with pytest.raises(PreconditionError) as caught:
-        ids_of(tmp_path, '{"prompt": "fine"}\n' + json.dumps(row))
-    for word in [*words, "p.json line 2"]:
-        assert word in str(caught.value)
-
-
-def test_the_same_explicit_id_twice_names_both_lines(tmp_path):
-    with pytest.raises(PreconditionError) as caught:
-        ids_of(tmp_path, '{"id": "q", "prompt": "a"}\n{"prompt": "b"}\n{"id": "q", "prompt": "c"}\n')
-    assert "line 1" in str(caught.value)
-    assert "line 3" in str(caught.value)
-
-
-def test_prompt_files_that_cannot_be_used(tmp_path):
-    for text in ("", "[]", "not json", '[{"prompt": "x"}', "\n"):
-        with pytest.raises(PreconditionError, match=r"p\.json"):
-            ids_of(tmp_path, text)
-    with pytest.raises(PreconditionError, match="missing"):
-        read_prompts(tmp_path / "nowhere.jsonl")
-    assert ids_of(tmp_path, '[{"id": "a", "prompt": "x"}]') == ["a#0"]
 
 
 # --- faults -----------------------------------------------------------------------------------------------
