@@ -1,15 +1,17 @@
 """Stage 01: ask the verifier and keep what it generates, with the exact token ids: prompts → traces.
 
-A drafter learns to predict its verifier, so it is trained on the verifier's own replies. Reads prompts, JSON
-lines (or one JSON array) of {"id", "messages": [{"role", "content"}], "tools"} or {"id", "prompt"}; id and
-tools may be missing. Writes into RUN_DIR/01_traces:
+A drafter learns to predict its verifier, so it is trained on the verifier's own replies. Reads prompts: JSON
+lines, a JSON array, Parquet, a folder or a hub dataset of {"id", "messages": [{"role", "content"}], "tools"},
+{"id", "prompt"} or ShareGPT {"conversations": [{"from", "value"}]}; id and tools may be missing.
+Writes into RUN_DIR/01_traces:
   traces.jsonl    one finished reply a line: texts, token ids, what was asked
   skipped.jsonl   prompts that gave no trace (cut inside the reasoning, empty, too long, refused by the
                   template, …) with the reason; they are not asked again until their prompt changes
   failures.jsonl  prompts whose requests failed in the last run; the next run asks them again
-Needs an OpenAI-compatible server of the verifier: a running one (--endpoint; its key in OPENAI_API_KEY), or
---serve, which starts the engine on --model and stops it afterwards. With --model, prompts are measured before
-they are sent, and servers that give no token ids will do.
+  data_report.html, .json, .png   lengths, endings, repetition, per source: look at it before spending GPU hours
+Needs OpenAI-compatible servers of the verifier: running ones (--endpoint, once or more; the key in
+OPENAI_API_KEY), or --serve, which starts the engine on --model and stops it afterwards. With --model, prompts
+are measured before they are sent, and servers that give no token ids will do.
 
   python 01_generate_synthetic.py --config configs/smollm2-135m.yaml --run-dir runs/smollm2 --serve
   python 01_generate_synthetic.py --prompts prompts/train.jsonl --run-dir runs/kimi --reasoning required \\
@@ -34,9 +36,6 @@ from eagle3.script import main
 from eagle3.stage import Stage, require_free_disk
 
 TRUNCATED_WARNING = 0.05  # share of replies lost to max_tokens above which the user should know
-# A line of traces.jsonl spends about 6 bytes on a token's id and 5 on its text.
-BYTES_PER_TOKEN = 11
-CHARACTERS_PER_TOKEN = 4
 # These decide how the server is run or where prompts come from; each trace has its own key for the rest.
 NOT_IN_FINGERPRINT = ("generate.prompts", "generate.serve_args", "generate.served_model_name", "generate.sampling")
 
@@ -73,9 +72,9 @@ def run(options: GenerateOptions, stage: Stage) -> None:
     survey = look_over(stage, plan, ledger)
     if stage.finished(ledger.content, missing=survey.missing):
         return
-    require_free_disk(stage.directory, estimate(survey)["bytes"], "the traces")
+    require_free_disk(stage.directory, survey.bytes, "the traces")
     logger.info("%d of %d prompts to ask", survey.missing, survey.expected)
-    figures = ask(options, stage, ledger, plan, survey) if survey.missing else figures_of(survey, ledger)
+    figures = ask(options, stage, ledger, plan, survey) if survey.missing else survey.figures(ledger)
     conclude(options, stage, ledger, figures)
 
 
@@ -84,15 +83,6 @@ def look_over(stage: Stage, plan: Any, ledger: Any) -> Any:
     name = stage.options.generate.served_model_name or ledger.model
     refuse_other_model(stage, ledger.model, name)
     return plan.survey(name, stage.check_stop)
-
-
-def figures_of(survey: Any, ledger: Any, came_of_it: Counter[str] | None = None) -> dict[str, Any]:
-    """Return the counts of the manifest: of these prompts, and of all that lies in the directory."""
-    new = came_of_it or Counter()
-    skipped = survey.skipped + Counter({name.removeprefix("skipped: "): count for name, count in new.items()
-                                        if name.startswith("skipped: ")})
-    return {"expected": survey.expected, "done": survey.done + new["traces"], "skipped": dict(skipped),
-            "failed": new["failures"], **ledger.counts}
 
 
 # --- checks and estimates ---------------------------------------------------------------------------------
@@ -125,24 +115,16 @@ def source_identity(prompts: str) -> dict[str, Any]:
     return {"path": prompts} | ({"sha256": files.sha256_file(path)} if path.is_file() else {})
 
 
-def estimate(survey: Any) -> dict[str, int]:
-    """Return upper estimates of prompt tokens, generated tokens and bytes; every reply at its longest."""
-    prompt_tokens = survey.characters // CHARACTERS_PER_TOKEN
-    return {"prompt": prompt_tokens, "generated": survey.tokens,
-            "bytes": (prompt_tokens + survey.tokens) * BYTES_PER_TOKEN}
-
-
 def say_plan(options: GenerateOptions, stage: Stage, source: Any, mix: Any) -> None:
     """Print what would be done; fail where the run would."""
     from eagle3 import engines, traces
     from eagle3.endpoints import Pool
-    from eagle3.plan import Plan
+    from eagle3.plan import CHARACTERS_PER_TOKEN, Plan
 
     section = options.generate
     ledger = traces.Ledger(stage.directory, read=not options.common.restart)
     survey = look_over(stage, Plan(source, mix, ledger), ledger)
-    guess = estimate(survey)
-    require_free_disk(stage.directory, guess["bytes"], "the traces")
+    require_free_disk(stage.directory, survey.bytes, "the traces")
     if section.serve:
         version = engines.check(options.engine, Path(options.model.path))
         say = f"would start {options.engine.kind} {version} on {options.model.path}"
@@ -152,7 +134,7 @@ def say_plan(options: GenerateOptions, stage: Stage, source: Any, mix: Any) -> N
         say = f"would ask {', '.join(section.endpoint)} for {name}"
     logger.info("%d prompts, %d of them to ask; %s", survey.expected, survey.missing, say)
     logger.info("estimate: %s prompt tokens (%d characters a token), at most %s generated tokens, at most %s in %s",
-                f"{guess['prompt']:,}", CHARACTERS_PER_TOKEN, f"{guess['generated']:,}", size(guess["bytes"]),
+                f"{survey.prompt_tokens:,}", CHARACTERS_PER_TOKEN, f"{survey.tokens:,}", size(survey.bytes),
                 stage.directory)
 
 
@@ -189,8 +171,9 @@ def ask(options: GenerateOptions, stage: Stage, ledger: Any, plan: Any, survey: 
         finally:
             progress.close()
             ledger.close()
-            stage.manifest["counts"] = figures_of(survey, ledger, generator.came_of_it)
+            stage.manifest["counts"] = survey.figures(ledger, generator.came_of_it)
             stage.manifest["token_check"] = generator.token_check.figures
+            stage.manifest["tagged"] = generator.came_of_it["tagged"]
             generator.token_check.report()
     stage.manifest["closing_id"] = chat.closing_id if chat else None
     return stage.manifest["counts"]
@@ -240,8 +223,12 @@ def conclude(options: GenerateOptions, stage: Stage, ledger: Any, figures: dict[
     stage.manifest["counts"], failed = figures, figures["failed"]
     lost, kept = figures["skipped"].get("truncated", 0), ledger.counts["truncated"]
     answers = ledger.counts["traces"] + lost
-    logger.info("%d traces (%d generated tokens); skipped: %s; failed: %d", ledger.counts["traces"],
-                ledger.counts["completion_tokens"], figures["skipped"] or "none", failed)
+    logger.info("%d traces (%d generated tokens), %d with reasoning; skipped: %s; failed: %d",
+                ledger.counts["traces"], ledger.counts["completion_tokens"], ledger.counts["with_reasoning"],
+                figures["skipped"] or "none", failed)
+    if tagged := stage.manifest.get("tagged"):
+        logger.warning("%d replies had their reasoning inside the content; it was moved out. A reasoning parser on the "
+                       "server does that itself (vLLM: --reasoning-parser NAME)", tagged)
     if lost or kept:
         say = logger.warning if lost > TRUNCATED_WARNING * answers else logger.info
         say("cut at max_tokens: %d of %d replies lost (%.1f%%), %d kept%s", lost, answers, 100 * lost / answers, kept,

@@ -20,7 +20,7 @@ from eagle3.options import GenerateSection
 from eagle3.plan import Request, Work
 from eagle3.replies import Reply, RequestFailed, reason_to_skip
 from eagle3.tokencheck import TokenCheck
-from eagle3.traces import Ledger, assistant_message, sealed
+from eagle3.traces import SKIPPED, Ledger, assistant_message, sealed
 
 _REPLIES_WITHOUT_REASONING = 20  # then reasoning that is required will not come
 _LOOK_EVERY_S = 0.1
@@ -30,7 +30,8 @@ class Generator:
     """Turns conversations into traces, skips and failures of a ledger.
 
     Attributes:
-        came_of_it: how many prompts of this run became "traces", "failures", or were skipped, by "skipped: reason".
+        came_of_it: how many prompts of this run became "traces", "failures", or were skipped, by "skipped: reason";
+            and how many replies were "tagged", with reasoning in their content.
         token_check: what comparing the server's ids with the template's has shown.
     """
 
@@ -136,6 +137,7 @@ class Generator:
             return await self._fail(request, failure)
         self._failed_in_row, self._answered = 0, True
         self._tokens += reply.tokens
+        self.came_of_it["tagged"] += reply.tagged
         await self._note_reasoning(reply)
         reason = reason_to_skip(reply, request.setting.reasoning)
         if reason:
@@ -236,7 +238,7 @@ class Generator:
         written = asyncio.get_running_loop().create_future()
         self._queue.put_nowait((target, record, written))
         await written
-        self.came_of_it[f"skipped: {record['reason']}" if target == "skipped" else target] += 1
+        self.came_of_it[SKIPPED + record["reason"] if target == "skipped" else target] += 1
         rate = self._tokens / max(1e-9, time.monotonic() - self._started)
         cut = self.ledger.counts["truncated"]
         note = f"{rate:.0f} tok/s, {cut} truncated, {self.ledger.skips} skipped"

@@ -11,7 +11,10 @@ from typing import Any
 from eagle3.errors import StaleError
 from eagle3.prompts import Conversation, PromptSource
 from eagle3.sampling import Mix, Setting
-from eagle3.traces import FILE_NAME, Ledger
+from eagle3.traces import FILE_NAME, SKIPPED, Ledger
+
+CHARACTERS_PER_TOKEN = 4
+_BYTES_PER_TOKEN = 11  # of traces.jsonl: about 6 for the id and 5 for the text
 
 
 @dataclass(frozen=True)
@@ -28,9 +31,10 @@ class Request:
 
 @dataclass
 class Survey:
-    """Counts of replies; characters are those of the missing replies' prompts.
+    """Counts of replies.
 
     Attributes:
+        characters, tokens: of the missing replies, the characters of their prompts and the most they can generate.
         history: ids of traces from which conversations with missing replies go on.
     """
 
@@ -41,6 +45,28 @@ class Survey:
     tokens: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
     history: set[str] = field(default_factory=set)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Upper estimate of the missing prompts' tokens."""
+        return self.characters // CHARACTERS_PER_TOKEN
+
+    @property
+    def bytes(self) -> int:
+        """Upper estimate of what the missing traces take on disk."""
+        return (self.prompt_tokens + self.tokens) * _BYTES_PER_TOKEN
+
+    def figures(self, ledger: Ledger, came_of_it: Counter[str] | None = None) -> dict[str, Any]:
+        """Return the counts of the manifest: of these prompts, and of all that lies in the directory.
+
+        Args:
+            came_of_it: what became of the missing ones since the survey, as the generator counts it.
+        """
+        new = came_of_it or Counter()
+        skipped = self.skipped + Counter({name.removeprefix(SKIPPED): count for name, count in new.items()
+                                          if name.startswith(SKIPPED)})
+        return {"expected": self.expected, "done": self.done + new["traces"], "skipped": dict(skipped),
+                "failed": new["failures"], **ledger.counts}
 
 
 class Work:
@@ -106,7 +132,7 @@ class Plan:
                     result.characters += _characters(conversation)
                     result.history.update(done)
                 else:
-                    result.skipped[state.removeprefix("skipped: ")] += 1
+                    result.skipped[state.removeprefix(SKIPPED)] += 1
         if changed:
             raise StaleError(
                 f"{changed} traces were made from another prompt or with other sampling under the same id",

@@ -33,6 +33,7 @@ class Reply:
         finish_reason: stop, length, tool_calls, …
         prompt_ids, completion_ids: the server's exact token ids ([P], [C]), or None when it gives none.
         usage: {"prompt_tokens", "completion_tokens"} as counted by the server.
+        tagged: whether a think block was left in the content.
     """
 
     reasoning: str | None
@@ -42,6 +43,7 @@ class Reply:
     prompt_ids: list[int] | None
     completion_ids: list[int] | None
     usage: dict[str, int]
+    tagged: bool = False
 
     @property
     def exact(self) -> bool:
@@ -97,6 +99,7 @@ def parse_reply(body: str, think_tags: tuple[str, str]) -> Reply:
             response.get("prompt_token_ids") or None,
             choice.get("token_ids") or None,
             counted,
+            tagged=content != message.get("content"),
         )
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise ValueError(f"not a chat completion: {type(error).__name__} {error}") from None

@@ -18,6 +18,7 @@ from eagle3.files import Appender, read_jsonl, sha256_json
 from eagle3.log import logger
 
 FILE_NAME = "traces.jsonl"
+SKIPPED = "skipped: "  # before the reason, where the state of a prompt is told in one word
 _TOKEN_FIELDS = ("prompt_token_ids", "completion_token_ids")
 _FIELDS: dict[str, type | tuple[type, ...]] = {
     "id": str,
@@ -157,7 +158,7 @@ class Ledger:
         if name in self._keys:
             return "done" if self._keys[name] == wanted else "changed"
         known, reason = self._skipped.get(name, (None, ""))
-        return f"skipped: {reason}" if known == wanted else "missing"
+        return SKIPPED + reason if known == wanted else "missing"
 
     def replies(self, identities: set[str]) -> dict[str, dict[str, Any]]:
         """Return {id: assistant message} of some traces, for conversations that go on from them."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from eagle3 import datareport, files, traces
+from eagle3 import datareport, files, traces, tracestats
 from eagle3.errors import PreconditionError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -75,10 +75,10 @@ def test_counts_and_token_statistics_by_source(tmp_path):
 def test_reasoning_is_split_at_the_closing_tag_or_estimated(tmp_path, without_plots):
     reasoned = row("a", [50, 51, 52, CLOSING, 60, 61, CLOSING, 62, 63, END], reasoning="xxx", content="y")
     without_tag = row("b", [50] * 8, reasoning="xxx", content="y")
-    assert datareport.reasoning_tokens(reasoned, CLOSING) == (4, False)
-    assert datareport.reasoning_tokens(without_tag, CLOSING) == (6, True)
-    assert datareport.reasoning_tokens(row("c", 10), None) == (0, False)
-    assert datareport.reasoning_tokens(row("d", [50] * 8, reasoning="xxx", content=None), None) == (8, True)
+    assert tracestats.reasoning_tokens(reasoned, CLOSING) == (4, False)
+    assert tracestats.reasoning_tokens(without_tag, CLOSING) == (6, True)
+    assert tracestats.reasoning_tokens(row("c", 10), None) == (0, False)
+    assert tracestats.reasoning_tokens(row("d", [50] * 8, reasoning="xxx", content=None), None) == (8, True)
     put(tmp_path, [reasoned, without_tag])
     exact, guessed = datareport.write(tmp_path, CLOSING), datareport.write(tmp_path)
     assert (exact["estimated_reasoning"], guessed["estimated_reasoning"]) == (1, 2)
@@ -100,10 +100,10 @@ def test_repeated_tokens_are_those_whose_last_16_stood_there_before():
     for length in (1, 16, 17, 40, 300):
         for variety in (1, 2, 1000):
             ids = [chance.randrange(variety) for _ in range(length)]
-            assert datareport.repeated_tokens(ids) == by_hand(ids)
+            assert tracestats.repeated_tokens(ids) == by_hand(ids)
     loop = list(range(100)) + [5, 6, 7] * 100
-    assert datareport.repeated_tokens(loop) == by_hand(loop) == 300 - 15 - 3
-    assert datareport.repeated_tokens(list(range(150_000, 152_000))) == 0
+    assert tracestats.repeated_tokens(loop) == by_hand(loop) == 300 - 15 - 3
+    assert tracestats.repeated_tokens(list(range(150_000, 152_000))) == 0
 
 
 def test_loops_equal_replies_and_settings_are_found(tmp_path, without_plots):

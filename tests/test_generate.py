@@ -154,6 +154,7 @@ def test_both_reasoning_fields_and_think_tags_give_equal_rows(stage_01, tmp_path
                                                                       "prompt_token_ids")} for n in ("new", "old")]
     assert ours[0] == ours[1]
     assert [(row["id"], row["reason"]) for row in lines(tmp_path, "skipped")] == [("id-none#0", "no reasoning")]
+    assert manifest(tmp_path)["tagged"] == 2 and "2 replies had their reasoning inside the content" in log(tmp_path)
 
 
 def test_missing_reasoning_stops_after_20_replies_and_is_not_recorded(stage_01, tmp_path):
@@ -285,6 +286,8 @@ def test_a_changed_option_is_refused_by_name(stage_01, tmp_path):
                              (["--top-p", "0.5"], "generate.top_p: 1.0 → 0.5"),
                              (["--seed", "1"], "generate.seed: 0 → 1"),
                              (["--chat-template-kwargs", '{"x": 1}'], "generate.chat_template_kwargs"),
+                             (["--turns", "all"], "generate.turns: \"last\" → \"all\""),
+                             (["--max-model-len", "99"], "generate.max_model_len: null → 99"),
                              (["--served-model-name", "another"], "another model is to be asked"),
                              (["--reasoning", "off"], "generate.reasoning: \"optional\" → \"off\"")):
             assert stage_01(stub, *change) == 3, change
