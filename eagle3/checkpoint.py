@@ -1,19 +1,38 @@
-"""Checkpoint keys and configurations: what each engine loads, and the checks that keep it from lying.
+"""Drafter checkpoints as they are published and as each engine loads them: tensor names, and what is shipped.
 
-Engines differ in the layer's prefix (`midlayer.` or `layers.0.`), in where they read the auxiliary layer ids,
-and in what they do with names they do not know: SGLang up to 0.5.10 skips them silently.
+Engines differ in the layer's prefix (`midlayer.` or `layers.0.`) and in what they do with names they do not know:
+SGLang up to 0.5.11 skips them silently. What can go wrong is checked in `eagle3.killers`.
 """
 
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from eagle3 import files, shards
+from eagle3.drafterconfig import IDS, engine_config, flat_config, ids_of
 from eagle3.errors import PreconditionError
 
 if TYPE_CHECKING:
-    import torch
+    from eagle3.shards import Entry
+    from eagle3.verifier import Verifier
 
 # Parameters of Eagle3DraftModel that are the verifier's and never trained or shipped.
 FROZEN = ("embed_tokens.", "verifier_norm.", "verifier_lm_head.")
+# Spellings of published checkpoints → this project's, applied in this order.
+SPELLINGS = (
+    ("model.", ""),
+    ("midlayer.", "layers.0."),
+    ("aux_norm_low.", "fc_norm.0."),
+    ("aux_norm_mid.", "fc_norm.1."),
+    ("aux_norm_high.", "fc_norm.2."),
+)
+# This project's spelling → what an engine loads; `midlayer.` is accepted by every version of both servers.
+LAYOUTS: dict[str, tuple[tuple[str, str], ...]] = {
+    "vllm": (("layers.0.", "midlayer."),),
+    "sglang": (("layers.0.", "midlayer."),),
+    "speculators": (),
+}
 _LAYER_KEYS = (
     "input_layernorm.weight",
     "hidden_norm.weight",
@@ -26,50 +45,116 @@ _LAYER_KEYS = (
     "mlp.up_proj.weight",
     "mlp.down_proj.weight",
 )
-REQUIRED = ("fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d", *(f"layers.0.{key}" for key in _LAYER_KEYS))
-OPTIONAL = ("embed_tokens.weight",)
-# SGLang reads nested ids only; for Llama and Qwen3 targets it adds 1 to each, for DeepSeek-type targets it
-# does not, and up to 0.5.12 it always added 1 there, where its default (no list) is right.
-_SGLANG_NO_OFFSET = ("deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25")
-_SGLANG_DEFAULT_UP_TO = (0, 5, 12)
+MAPPING = ("d2t", "t2d")
+EMBEDDING = "embed_tokens.weight"
+REQUIRED = ("fc.weight", "norm.weight", "lm_head.weight", *(f"layers.0.{key}" for key in _LAYER_KEYS))
+
+
+@dataclass(frozen=True)
+class Export:
+    """A checkpoint and what is to become of it.
+
+    Attributes:
+        raw: its config.json. tensors: what its files hold, by name there.
+        engine: vllm, sglang or speculators. version: of the engine; None means the newest.
+        serving_length: tokens that the drafter's positions have to cover.
+        given_ids: auxiliary ids that the user named, in the project's convention; empty if none.
+        trained_ids: those that the manifests of training record; None without them.
+        trained_here: whether stage 04 made the checkpoint.
+        keeps_embedding: the user says that the checkpoint's own embedding was trained.
+    """
+
+    folder: Path
+    raw: dict[str, Any]
+    tensors: "dict[str, Entry]"
+    verifier: "Verifier"
+    engine: str
+    version: str | None
+    serving_length: int
+    given_ids: list[int] = field(default_factory=list)
+    trained_ids: list[int] | None = None
+    trained_here: bool = False
+    keeps_embedding: bool = False
+
+    @property
+    def flat(self) -> dict[str, Any]:
+        """The checkpoint's own configuration with every value spelled out."""
+        return flat_config(self.raw, self.canonical)
+
+    @property
+    def canonical(self) -> "dict[str, Entry]":
+        """The tensors by canonical name."""
+        return {canonical_key(name): entry for name, entry in self.tensors.items()}
+
+    @property
+    def reduced(self) -> bool:
+        """Whether the drafter proposes from a part of the vocabulary."""
+        return self.flat["draft_vocab_size"] != self.flat["vocab_size"]
+
+    @property
+    def ids(self) -> list[int]:
+        """The auxiliary ids in the project's convention, from the best source; empty if the config is ambiguous."""
+        return self.given_ids or self.trained_ids or ids_of(self.raw, self.verifier.num_layers) or []
+
+    @property
+    def removed(self) -> list[str]:
+        """Names in the files of tensors that are not shipped: the verifier's own, and a mapping of everything."""
+        frozen = FROZEN[1:] if self.keeps_embedding or self.engine == "speculators" else FROZEN
+        unneeded = () if self.reduced else MAPPING
+        return [name for name in self.tensors if canonical_key(name).startswith(frozen)
+                or canonical_key(name) in unneeded]
+
+    @property
+    def table(self) -> dict[str, str]:
+        """{name in the files: name for the engine} of everything shipped."""
+        return engine_names(self.tensors.keys() - set(self.removed), self.engine)
+
+    @property
+    def shipped(self) -> "dict[str, Entry]":
+        """What is written, by the engine's names.
+
+        speculators leaves an embedding that the checkpoint lacks as whatever the memory holds, so it gets the
+        verifier's.
+        """
+        shipped = {name: self.tensors[key] for key, name in self.table.items()}
+        if self.engine == "speculators" and EMBEDDING not in shipped:
+            shipped[EMBEDDING] = embedding_of(self.verifier.folder)
+        return shipped
+
+    def config(self) -> dict[str, Any]:
+        """Return the config.json to write."""
+        return engine_config(self.flat | {IDS: self.ids}, engine=self.engine, version=self.version,
+                             verifier=self.verifier, serving_length=self.serving_length,
+                             keeps_embedding=self.keeps_embedding)
 
 
 def canonical_key(key: str) -> str:
     """Return a tensor name in this project's spelling (`layers.0.`, no `model.` prefix)."""
-    key = key.removeprefix("model.")
-    return "layers.0." + key.removeprefix("midlayer.") if key.startswith("midlayer.") else key
+    for theirs, ours in SPELLINGS:
+        if key.startswith(theirs):
+            key = ours + key.removeprefix(theirs)
+    return key
 
 
-def engine_key(key: str) -> str:
-    """Return a canonical name as every engine version accepts it: `midlayer.` for the decoder layer."""
-    return "midlayer." + key.removeprefix("layers.0.") if key.startswith("layers.0.") else key
+def engine_key(key: str, engine: str = "vllm") -> str:
+    """Return a canonical name as the engine loads it."""
+    for ours, theirs in LAYOUTS[engine]:
+        if key.startswith(ours):
+            return theirs + key.removeprefix(ours)
+    return key
 
 
-def rename_table(keys: list[str], where: Path) -> dict[str, str]:
-    """Return {name in the file: name for the engines}; PreconditionError for unknown, mixed or missing keys."""
-    if any(key.startswith("midlayer.") for key in keys) and any(key.startswith("layers.0.") for key in keys):
-        raise PreconditionError("the checkpoint mixes `midlayer.` and `layers.0.` keys", where=where,
-                                expected="one of the two", fix="keep the set that belongs to the last training")
-    canonical = {key: canonical_key(key) for key in keys}
-    missing = sorted(set(REQUIRED) - set(canonical.values()))
-    unknown = sorted(key for key, name in canonical.items() if name not in REQUIRED + OPTIONAL)
-    if missing or unknown:
-        raise PreconditionError(
-            "the checkpoint's keys are not those of an EAGLE-3 drafter",
-            where=where,
-            expected="missing: " + (", ".join(missing) or "none"),
-            found="unknown: " + (", ".join(unknown) or "none"),
-            fix="name a checkpoint that 04_train.py wrote; an engine would load this one without a word",
-        )
-    return {key: engine_key(name) for key, name in canonical.items()}
+def engine_names(keys: Iterable[str], engine: str) -> dict[str, str]:
+    """Return {name in the file: name for the engine}, in the order of the names."""
+    return {key: engine_key(canonical_key(key), engine) for key in sorted(keys)}
 
 
 def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return {canonical name: shape} for a flat drafter config."""
+    """Return {canonical name: shape} of everything that a drafter of this flat config may hold."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    head_dim = config.get("head_dim") or hidden // heads
-    auxiliary = config.get("num_aux_hidden_states", 3)
+    head_dim, states = config["head_dim"], config.get("target_hidden_size") or hidden
+    auxiliary = config.get("num_aux_hidden_states") or 3
     layer = {
         **dict.fromkeys(_LAYER_KEYS[:3], (hidden,)),
         "self_attn.q_proj.weight": (heads * head_dim, 2 * hidden),
@@ -80,68 +165,42 @@ def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         "mlp.up_proj.weight": (inner, hidden),
         "mlp.down_proj.weight": (hidden, inner),
     }
+    norms = {f"fc_norm.{i}.weight": (states,) for i in range(auxiliary)} if config.get("fc_norm") else {}
+    if config.get("norm_before_fc"):
+        norms["input_norm.weight"] = (auxiliary * states,)
     return {
-        "fc.weight": (hidden, auxiliary * hidden),
+        "fc.weight": (hidden, auxiliary * states),
         "norm.weight": (hidden,),
         "lm_head.weight": (config["draft_vocab_size"], hidden),
         "d2t": (config["draft_vocab_size"],),
         "t2d": (config["vocab_size"],),
-        "embed_tokens.weight": (config["vocab_size"], hidden),
+        EMBEDDING: (config["vocab_size"], hidden),
         **{f"layers.0.{name}": shape for name, shape in layer.items()},
+        **norms,
     }
 
 
-def check_tensors(tensors: "dict[str, torch.Tensor]", config: dict[str, Any], where: Path) -> None:
-    """Raise PreconditionError when a shape, the mapping or a value (NaN, Inf) is wrong.
-
-    `tensors` has canonical names.
-    """
-    import torch
-
-    from eagle3.vocab import check_mapping
-
-    shapes = expected_shapes(config)
-    wrong = [f"{name}: {tuple(tensor.shape)} instead of {shapes[name]}" for name, tensor in tensors.items()
-             if tuple(tensor.shape) != shapes[name]]
-    if wrong:
-        raise PreconditionError("tensors do not fit config.json", where=where, found="\n".join(wrong))
-    check_mapping(tensors["d2t"], tensors["t2d"], where)
-    bad = [name for name, tensor in tensors.items()
-           if tensor.is_floating_point() and not torch.isfinite(tensor).all()]
-    if bad:
-        raise PreconditionError("tensors hold NaN or Inf", where=where, found=", ".join(bad),
-                                fix="export an earlier checkpoint (--checkpoint)")
+def embedding_of(folder: Path) -> "Entry":
+    """Return where a verifier's embedding lies, from one shard's header; PreconditionError when it is not there."""
+    index = folder / shards.INDEX
+    names = shards.weight_map(folder) if index.exists() else dict.fromkeys(shards.read(folder), shards.SINGLE)
+    found = [name for name in names if f".{name}".endswith(f".model.{EMBEDDING}")]
+    if not found:
+        raise PreconditionError("the verifier has no embedding", where=folder, expected=f"model.{EMBEDDING}")
+    name = min(found, key=len)
+    return shards.read_header(folder / names[name])[name]
 
 
-def engine_config(
-    config: dict[str, Any], *, engine: str, version: str | None, target_model_type: str, serving_length: int
-) -> dict[str, Any]:
-    """Return a drafter config with the auxiliary ids where this engine, version and target read them.
-
-    Args:
-        config: flat config with top-level `eagle_aux_hidden_state_layer_ids` in the project's convention.
-        version: the engine's version; None means the newest.
-        target_model_type: model_type of the verifier's text config.
-        serving_length: tokens that max_position_embeddings has to cover (silent garbage past it).
-    """
-    ids = list(config["eagle_aux_hidden_state_layer_ids"])
-    result = {**config, "max_position_embeddings": max(serving_length, config["max_position_embeddings"])}
-    nested: list[int] | None = ids
-    if engine == "sglang":
-        if target_model_type not in _SGLANG_NO_OFFSET:
-            nested = [layer - 1 for layer in ids]
-        elif version is not None and parse_version(version) <= _SGLANG_DEFAULT_UP_TO:
-            nested = None
-    if nested is not None:
-        result["eagle_config"] = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": nested}
-    return result
-
-
-def parse_version(version: str) -> tuple[int, ...]:
-    """Return the leading numbers of a version: 0.5.12.post1 is (0, 5, 12)."""
-    numbers = []
-    for part in version.split("."):
-        if not part.isdigit():
-            break
-        numbers.append(int(part))
-    return tuple(numbers)
+def training_record(checkpoint: Path) -> tuple[list[int] | None, bool]:
+    """Return (auxiliary ids that training captured, whether stage 04 made this checkpoint) from its manifests."""
+    trained = checkpoint.resolve().parent.parent
+    if not (trained / "manifest.json").is_file():
+        return None, False
+    manifest = files.read_json(trained / "manifest.json")
+    if manifest.get("stage") != "04_train":
+        return None, False
+    states = (manifest.get("options", {}).get("train") or {}).get("states") or trained.parent / "02_states"
+    captured = Path(states) / "manifest.json"
+    layers = files.read_json(captured).get("layers") if captured.is_file() else None
+    layers = layers or (manifest.get("options", {}).get("model") or {}).get("layers")
+    return (list(layers)[:-1] if layers else None), True

@@ -232,12 +232,33 @@ class ExportSection:
 
     checkpoint: str | None = option(None, "checkpoint; default: the run's 04_train/checkpoints/best", path=True,
                                     results=False)
-    to: str = option("vllm", "engine that is to load it", choices=("vllm", "sglang"))
+    to: str = option("vllm", "who is to load it", choices=("vllm", "sglang", "speculators"))
     engine_version: str | None = option(None, "version of that engine; default: the installed one, else the newest")
     serving_length: int | None = option(
         None, "longest sequence that will be served; default: the verifier's", unit="tokens", minimum=1
     )
+    trained_embedding: bool = option(
+        False, "the checkpoint's own embedding was trained: ship it (vLLM and speculators only)"
+    )
+    in_place: bool = option(
+        False, "rewrite the checkpoint's own folder, its old files kept as NAME.bak", results=False,
+        command_line_only=True,
+    )
     check: bool = option(False, "only report; write nothing", results=False, command_line_only=True)
+    smoke: bool = option(
+        False, "start the engine with the export, ask a few prompts, and fail when the first draft token is "
+        "accepted too rarely", results=False,
+    )
+    smoke_prompts: str | None = option(
+        None, "prompts of --smoke; default: the project's prompts/benchmark.jsonl", path=True, results=False
+    )
+    smoke_count: int = option(8, "prompts asked by --smoke", unit="prompts", minimum=1, results=False)
+    smoke_tokens: int = option(64, "longest reply of --smoke", unit="tokens", minimum=2, results=False)
+    smoke_draft_tokens: int = option(3, "draft tokens of --smoke", unit="tokens", minimum=1, results=False)
+    min_first_acceptance: float = option(
+        0.2, "share of rounds whose first draft token has to be accepted in --smoke", minimum=0.0, maximum=1.0,
+        results=False,
+    )
 
 
 @dataclass
