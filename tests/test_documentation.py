@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from eagle3 import config, options
+from eagle3.doctor import DoctorOptions
 
 ROOT = Path(__file__).resolve().parent.parent
 OPTIONS = {
@@ -45,6 +46,8 @@ def test_a_command_is_real(words):
         assert script.is_file()
         text = script.read_text()
         assert all(flag in text for flag in flags if flag.startswith("--")), flags
+    elif words[1:3] == ["-m", "eagle3.doctor"]:
+        parse(DoctorOptions, words[3:])
     elif words[1] == "-m":
         source = (ROOT / "eagle3" / f"{words[2].removeprefix('eagle3.')}.py").read_text()
         assert all(f'"{flag}"' in source for flag in words[3:] if flag.startswith("--"))

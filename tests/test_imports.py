@@ -96,7 +96,8 @@ def test_every_script_is_a_stage():
 
 
 HELPS = {stem: [str(path)] for stem, path in SCRIPTS.items()}
-HELPS |= {f"eagle3.{room}": ["-m", f"eagle3.{room}"] for room in ("status", "embedded", "doctor") if room in ROOMS}
+HELPS |= {f"eagle3.{room}": ["-m", f"eagle3.{room}"] for room in ("status", "embedded", "doctor", "patches",
+                                                                        "datareport")}
 
 
 @pytest.mark.parametrize("command", HELPS.values(), ids=HELPS)
