@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Make .venv in the project and install what this machine needs: the GPU set where nvidia-smi lists a GPU, else the
-# CPU set. Does nothing when that is done; goes on where an earlier set-up was cut off.
+# CPU set; and unpack the embedded model into models/. Does nothing when that is done; goes on where an earlier set-up was cut off.
 #   ./setup.sh [--dev]        --dev: also what the tests need
 # The interpreter is $PYTHON if set, else the first of python3, python3.11, python3.12, python3.13 that is new enough.
 set -euo pipefail
@@ -59,6 +59,7 @@ if [[ "$(cat $stamp 2>/dev/null)" != "$state" ]]; then
     fi
   fi
   "$python" -c 'import torch, transformers' || die "the installed torch or transformers cannot be imported"
+  "$python" -m eagle3.embedded --out models/smollm2-135m  # once; nothing is fetched later
   echo "$state" >$stamp
   say "installed in $((SECONDS - started)) s"
 fi

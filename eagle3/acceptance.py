@@ -128,6 +128,8 @@ def predict(
     total = Acceptance(0, [0] * draft_tokens)
     for members in packed:
         batch = collate(store, members, batch_tokens, draft_tokens, verify=True)
+        if batch.supervised == 0:
+            continue
         with torch.inference_mode():
             weight = model.fc.weight
             drafted, _ = ttt.draft(model, batch.to(weight.device, weight.dtype), draft_tokens)

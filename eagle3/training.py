@@ -187,6 +187,8 @@ class Trainer:
             if check_stop:
                 check_stop()
             batch = self.load_batch(members)
+            if batch.supervised == 0:  # prompts longer than a batch
+                continue
             with torch.inference_mode(), self._autocast:
                 drafted, loss = ttt.draft(self.model, self._on_device(batch), steps, *self._loss)
             total.add(acceptance.walk_batch(batch, members, drafted, options.draft_tokens))

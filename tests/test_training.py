@@ -197,6 +197,23 @@ def test_a_cut_sample_ends_its_loss_before_the_cut(parts):
     assert training.supervised([sample], 10) == 9
 
 
+def test_a_batch_with_nothing_to_learn_changes_nothing(parts, one_process):
+    """Prompts longer than a batch leave no supervised position."""
+    build, store, samples = parts
+    trainer = training.Trainer(build(), store, TrainSection(batch_tokens=8), one_process)
+    mask = np.zeros(samples[0].length + 1, dtype=bool)
+    mask[10:] = True
+    sample = replace(samples[0], loss_mask=mask)
+    batch = trainer.load_batch([sample])
+    assert batch.supervised == training.supervised([sample], 8) == 0
+    before = {name: parameter.clone() for name, parameter in trainstate.trainable(trainer.model).items()}
+    result = trainer.validate([sample])
+    assert result["loss"] == 0.0 and result["acceptance"]["rounds"] == 0
+    assert trainer.step([batch, None], 0, 1e-3)["loss"] == 0.0
+    for name, parameter in trainstate.trainable(trainer.model).items():
+        assert torch.isfinite(parameter).all() and torch.allclose(parameter, before[name], atol=1e-4), name
+
+
 def test_only_the_drafter_is_trained(parts):
     build, _, _ = parts
     names = trainstate.trainable(build())
