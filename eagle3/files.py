@@ -216,6 +216,11 @@ def encode_line(row: dict[str, Any]) -> bytes:
 # --- identity ---------------------------------------------------------------------------------------------
 
 
+def hash64(text: str) -> int:
+    """Return 64 bits of a text's hash: ids are held as such, about 100 bytes each whatever their length."""
+    return int.from_bytes(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest(), "big")
+
+
 def sampled_digest(path: Path) -> str:
     """Return a hash of a file's size and of 64 KiB at its start, middle and end.
 

@@ -5,7 +5,6 @@ A row is `{"messages": [{"role", "content"}]}`, ShareGPT's `{"conversations": [{
 `sources` where rows come from; here it is decided which of them are asked.
 """
 
-import hashlib
 import heapq
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from typing import Any
 
 from eagle3 import sources
 from eagle3.errors import PreconditionError
-from eagle3.files import sha256_json
+from eagle3.files import hash64, sha256_json
 from eagle3.log import logger
 from eagle3.options import GenerateSection
 from eagle3.rows import Conversation, Dropped, Malformed, Reader
@@ -113,7 +112,7 @@ class PromptSource:
             counts._keep(*size)
             if self._section.sample is None:
                 continue
-            heapq.heappush(sample, (-_hash(f"{self._section.sample_seed}:{key}"), number, *size))
+            heapq.heappush(sample, (-hash64(f"{self._section.sample_seed}:{key}"), number, *size))
             if len(sample) > self._section.sample:
                 _, out, replies, characters = heapq.heappop(sample)
                 kept[out] = 0
@@ -163,9 +162,9 @@ class PromptSource:
         Raises Dropped for a repetition, PreconditionError when an id that was given occurs twice.
         """
         ids, prompts = seen
-        key = identity = _hash(conversation.id)
+        key = identity = hash64(conversation.id)
         if self._section.deduplicate == "prompts":
-            key = _hash(sha256_json(conversation.question()))
+            key = hash64(sha256_json(conversation.question()))
             if key in prompts:
                 raise Dropped("repeated prompt", f"id {conversation.id}")
             prompts.add(key)
@@ -189,10 +188,6 @@ class PromptSource:
             except Dropped:
                 continue
         return None
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
 # --- a list of prompts ------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3.errors import PreconditionError
-from eagle3.files import Appender, read_jsonl, sha256_json
+from eagle3.files import Appender, hash64, read_jsonl, sha256_json
 from eagle3.log import logger
 
 FILE_NAME = "traces.jsonl"
@@ -87,11 +87,6 @@ def sequence(row: dict[str, Any]) -> tuple[list[int], list[int]]:
     """
     prompt, completion = (row[name] for name in _TOKEN_FIELDS)
     return prompt + completion, [0] * len(prompt) + [1] * len(completion)
-
-
-def hash64(text: str) -> int:
-    """Return 64 bits of a text's hash: ids are held as such, about 100 bytes each whatever their length."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
 def lie_in(directory: Path) -> bool:

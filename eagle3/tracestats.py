@@ -6,7 +6,6 @@ same completion already. Ordinary prose gives about 0%, code and tables some, a 
 """
 
 import contextlib
-import hashlib
 import json
 import math
 from array import array
@@ -14,6 +13,8 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from eagle3.files import hash64
 
 SCHEMA_VERSION = 1
 NGRAM = 16
@@ -56,10 +57,6 @@ def reasoning_tokens(row: dict[str, Any], closing_id: int | None) -> tuple[int, 
     return round(len(ids) * len(row["reasoning"]) / (len(row["reasoning"]) + other)), True
 
 
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest(), "little")
-
-
 class _Names:
     """Numbers for names, in the order in which they come."""
 
@@ -94,7 +91,7 @@ class Survey:
             "source": self.sources[row["source"]], "finish": self.finishes[row["finish_reason"]],
             "setting": self.settings[_setting(row)], "origin": self.origins[row["token_source"]],
             "reasoned": bool(row["reasoning"]), "estimated": estimated,
-            "identity": _hash(row["id"]), "text": _hash(text) if text.strip() else 0,
+            "identity": hash64(row["id"]), "text": hash64(text) if text.strip() else 0,
         }
         for name, column in self.columns.items():
             column.append(values[name])
@@ -104,7 +101,7 @@ class Survey:
         source = self.sources[str(record.get("source") or "(not recorded)")]
         reason = self.reasons[str(record.get("reason"))]
         tokens = record.get("tokens")
-        self.lost[kind][_hash(str(record.get("id")))] = source, reason, tokens if isinstance(tokens, int) else 0
+        self.lost[kind][hash64(str(record.get("id")))] = source, reason, tokens if isinstance(tokens, int) else 0
 
     def report(self, pick: Callable[[set[int]], dict[int, dict[str, Any]]]) -> dict[str, Any]:
         """Return the report; `pick` gives rows by their number in the file."""

@@ -615,7 +615,7 @@ def test_numbers_and_texts_are_the_same_id(tmp_path):
 
 
 def test_ids_that_only_share_their_hash_are_not_taken_for_one(tmp_path, monkeypatch):
-    monkeypatch.setattr("eagle3.prompts._hash", len)
+    monkeypatch.setattr("eagle3.prompts.hash64", len)
     assert asked(write(tmp_path / "p.jsonl", "aa", "bb")) == ["id-aa#0", "id-bb#0"]
 
 
