@@ -53,6 +53,8 @@ if [[ "$model" == *.gguf ]]; then
   model=$folder
 elif [[ -z "$model" ]] && grep -q 'models/smollm2-135m' "$config"; then
   stage -m eagle3.embedded --out models/smollm2-135m
+elif [[ -z "$model" ]] && grep -q 'models/tiny-kimi' "$config"; then
+  stage -m tiny_kimi.model --out models/tiny-kimi
 fi
 
 common=(--config "$config" --run-dir "$run_dir")
