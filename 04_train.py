@@ -8,11 +8,18 @@ Needs   one GPU, several with --gpus N, or a CPU for small models.
 Trained: fc, one decoder layer, norm, lm_head. After each epoch the held-out samples give the accuracy by TTT
 step and the predicted acceptance length: draft rounds walked as the engine will, no adding up of accuracies.
 
+--init-from continues a published drafter of any layout: its layer (heads, sizes, RoPE, positions) and its weights,
+the verifier's embedding and head, the vocabulary of 03_build_vocab_mapping.py --from-checkpoint. What it is worth
+before training is measured as step 0. With --gpus N weights, gradients and moments are divided among the processes.
+
   python 04_train.py --config configs/kimi-k2.5.yaml --run-dir runs/kimi --gpus 8
   python 04_train.py --config configs/smollm2-135m.yaml --run-dir runs/smol --lr 3e-4 --out runs/smol/04_train_lr3e-4
+  python 04_train.py --config configs/kimi-k2.5.yaml --run-dir runs/kimi --gpus 8 --init-from drafters/published
 """
 
+import math
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -26,7 +33,7 @@ from eagle3.errors import Interrupted, PreconditionError
 from eagle3.log import logger
 from eagle3.options import TrainOptions
 from eagle3.script import EXIT_FILE, main
-from eagle3.stage import Stage, require_free_disk
+from eagle3.stage import Stage
 
 
 def run(options: TrainOptions, stage: Stage) -> None:
@@ -34,13 +41,18 @@ def run(options: TrainOptions, stage: Stage) -> None:
     train = options.train
     facts = verifier.read(Path(config.require(options.model.path, "--model", "the verifier")))
     states, mapping = stage.path_of(train.states, "02_states"), stage.path_of(train.vocab, "03_vocab")
+    if stage.common.dry_run:
+        describe(options, stage, facts, states, mapping)
+        return look_ahead(options, stage)
     upstream = {"states": stage.upstream(states, "--states"), "vocab": stage.upstream(mapping, "--vocab")}
     check_lineage(upstream, facts, states, mapping)
-    if stage.common.dry_run:
-        return describe(options, stage, facts, upstream)
+    look_ahead(options, stage)
+    if EXIT_FILE not in os.environ:  # once, before any process is started
+        check_start(options, stage, facts, upstream, mapping)
     if train.gpus > 1 and "RANK" not in os.environ:
         return launch(stage, train.gpus)
-    if not open_once(options, stage, upstream):
+    opened = open_once(options, stage, upstream)
+    if not opened and "RANK" not in os.environ:
         return None
 
     from eagle3 import batches, drafter, trainstate, vocab
@@ -49,15 +61,21 @@ def run(options: TrainOptions, stage: Stage) -> None:
     from eagle3.training import Plan, Processes, Trainer
 
     processes = Processes.start()
+    if processes.rank > 0:
+        logger.setLevel("WARNING")  # what all processes know is said once
     try:
+        if not processes.from_first(opened):
+            return None
         store = StateStore(states)
         _, _, masks = load_dataset(states)
         samples = batches.read_samples(store, masks, stage.common.limit)
         training, held_out = batches.split(samples, train.validation_fraction, train.seed)
         plan = Plan(training, train, train.accumulation * processes.world)
         d2t, t2d = vocab.load_mapping(mapping / vocab.MAPPING)
-        model = drafter.build(facts, upstream["states"]["layers"], d2t, t2d,
-                              drafter.layer_shape(facts, train.intermediate_size), seed=train.seed).to(processes.device)
+        layers = upstream["states"]["layers"]
+        shape = drafter.layer_shape(facts, train.intermediate_size)
+        model = (drafter.continue_from(Path(train.init_from), facts, layers) if train.init_from
+                 else drafter.build(facts, layers, d2t, t2d, shape, seed=train.seed)).to(processes.device)
         trainer = Trainer(model, store, train, processes)
         loop = Loop(stage, facts, trainer, plan, held_out)
         packed = plan.packed(0)
@@ -86,6 +104,8 @@ def open_once(options: TrainOptions, stage: Stage, upstream: dict[str, dict[str,
         return True
     identities = {name: manifest["identity"] for name, manifest in upstream.items()}
     identities["model"] = files.sha256_json(files.model_identity(Path(options.model.path)))
+    if train.init_from:
+        identities["init_from"] = files.sha256_json(files.model_identity(Path(train.init_from)))
     return stage.open(inputs=identities, results=results)
 
 
@@ -101,23 +121,76 @@ def check_lineage(upstream: dict[str, dict], facts: verifier.Verifier, states: P
                                 found=upstream["vocab"]["vocab_size"], fix="check --model and --vocab")
 
 
-def describe(options: TrainOptions, stage: Stage, facts: verifier.Verifier, upstream: dict[str, dict]) -> None:
+def look_ahead(options: TrainOptions, stage: Stage) -> None:
+    """Look at the GPUs before any process is started, once for all of them and not for a finished result."""
+    if "RANK" in os.environ or stage.is_complete:
+        return
+    from eagle3 import preflight
+
+    preflight.before_training(options, stage)
+
+
+def check_start(options: TrainOptions, stage: Stage, facts: verifier.Verifier, upstream: dict[str, dict],
+                mapping: Path) -> None:
+    """Refuse a drafter of --init-from that does not fit the verifier, the states or the vocabulary."""
+    train = options.train
+    if not train.init_from:
+        return
+    from eagle3 import drafter, vocab
+
+    again = ["python", "03_build_vocab_mapping.py", "--config", stage.common.config, "--run-dir", str(stage.run_dir),
+             "--model", options.model.path, "--from-checkpoint", train.init_from, "--out", str(mapping), "--restart"]
+    if not stage.common.config:
+        del again[2:4]
+    if not train.vocab:
+        del again[-3:-1]
+    t2d = vocab.load_mapping(mapping / vocab.MAPPING)[1]
+    for note in drafter.check_start(Path(train.init_from), facts, upstream["states"]["layers"], t2d,
+                                    train.intermediate_size, fix=shlex.join(again)):
+        logger.warning("%s: %s", train.init_from, note)
+
+
+def describe(options: TrainOptions, stage: Stage, facts: verifier.Verifier, states: Path, mapping: Path) -> None:
     """Print what a run would do, from manifests only (estimates are marked)."""
-    train, counts = options.train, upstream["states"]["counts"]
-    draft_vocab = upstream["vocab"]["draft_vocab_size"]
-    hidden, inner = facts.hidden_size, train.intermediate_size or int(facts.config["intermediate_size"])
-    trained = 3 * hidden * hidden + 6 * hidden * hidden + 3 * hidden * inner + draft_vocab * hidden
-    steps = -(-counts["tokens"] * (1 - train.validation_fraction) // (train.batch_tokens * train.accumulation
-                                                                       * train.gpus)) * train.epochs
-    checkpoint = trained * (2 + 12)
-    logger.info("reads   %d samples, %s tokens; draft vocabulary %s", counts["done"], f"{counts['tokens']:,}",
-                f"{draft_vocab:,}")
-    logger.info("trains  about %s parameters (estimate), %d epochs, about %d steps (estimate), %d TTT steps",
-                f"{trained:,}", train.epochs, steps, train.ttt_steps)
-    logger.info("writes  %s: %s a checkpoint (estimate), up to %d kept", stage.directory / "checkpoints",
-                log.size(checkpoint), train.keep_checkpoints + 2)
-    logger.info("starts  %s", f"torchrun with {train.gpus} processes" if train.gpus > 1 else "one process")
-    require_free_disk(stage.directory, checkpoint * (train.keep_checkpoints + 2), "the checkpoints")
+    from eagle3 import dryrun, estimates
+    from eagle3.drafterconfig import layer_shape
+
+    train, plan = options.train, dryrun.DryRun(stage, facts.folder)
+    upstream = {
+        "states": stage.upstream(states, "--states", None if train.states else dryrun.states(stage, facts)),
+        "vocab": stage.upstream(mapping, "--vocab", None if train.vocab else dryrun.vocab(stage, facts)),
+    }
+    check_lineage(upstream, facts, states, mapping)
+    samples, tokens = dryrun.limited(upstream["states"]["counts"], stage.common.limit)
+    layer = plan.published(train.init_from) if train.init_from else layer_shape(facts, train.intermediate_size)
+    drafter = estimates.drafter(facts, upstream["vocab"]["draft_vocab_size"], layer)
+    a_step = train.batch_tokens * train.accumulation * train.gpus
+    steps = math.ceil(tokens * (1 - train.validation_fraction) / a_step) * train.epochs
+    plan.say("reads", f"{samples:,} samples, {tokens:,} tokens; draft vocabulary {drafter.vocab:,}")
+    operations = drafter.flops_per_token(train.ttt_steps) / 1e9
+    plan.say("trains", f"{drafter.trained:,} of {drafter.total:,} parameters; {train.epochs} epochs, about {steps:,} "
+             f"steps of {a_step:,} tokens, {train.ttt_steps} TTT steps, {operations:.3g} GFLOP a token (estimate)")
+    kept = train.keep_checkpoints + 2
+    plan.say("writes", f"{stage.directory / 'checkpoints'}: {log.size(drafter.checkpoint_bytes)} a checkpoint every "
+             f"{train.save_every_min:g} minutes, up to {kept} kept and one being written (estimate)")
+    plan.say("starts", shlex.join([word for word in torchrun(train.gpus) if word != "--dry-run"]) if train.gpus > 1
+             else "one process")
+    bf16 = plan.trains_in_bf16(train.dtype)
+    activations = drafter.activation_bytes(train.batch_tokens, train.ttt_steps, bf16)
+    plan.say("memory", f"on each of {train.gpus}: {log.size(drafter.state_bytes(train.gpus))} of weights, gradients, "
+             f"moments, {log.size(drafter.whole_bytes(train.gpus, bf16))} frozen or gathered, at most "
+             f"{log.size(activations)} for the backward pass of {train.batch_tokens:,} tokens (estimate)")
+    if plan.known:
+        plan.time(plan.known.training_seconds(tokens, train.epochs, train.gpus), f"{tokens:,} tokens x {train.epochs} "
+                  f"epochs at {train.gpus} times the rate of one GPU in {plan.known.name}: at best")
+    plan.gpus(train.gpus)
+    plan.disk(stage.directory, drafter.checkpoint_bytes * (kept + 1), "the checkpoints")
+    plan.end()
+
+
+def torchrun(gpus: int) -> list[str]:
+    """Return the command that starts this very script in several processes."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus), *sys.argv]
 
 
 def launch(stage: Stage, gpus: int) -> None:
@@ -126,11 +199,15 @@ def launch(stage: Stage, gpus: int) -> None:
     torchrun turns every failure into 1, so the worker leaves its code in a file. A signal to this process goes
     to torchrun, which passes it on once; the workers save and stop.
     """
+    import torch
+
+    if torch.cuda.is_available() and torch.cuda.device_count() < gpus:
+        raise PreconditionError("there are fewer GPUs than processes", where="--gpus", found=gpus,
+                                expected=f"at most {torch.cuda.device_count()}, the GPUs that CUDA shows",
+                                fix="give a smaller --gpus, or check nvidia-smi and CUDA_VISIBLE_DEVICES")
     with tempfile.TemporaryDirectory() as folder:
         code_file = Path(folder) / "exit"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus),
-                   *sys.argv]
-        child = subprocess.Popen(command, env={**os.environ, EXIT_FILE: str(code_file)}, start_new_session=True)
+        child = subprocess.Popen(torchrun(gpus), env={**os.environ, EXIT_FILE: str(code_file)}, start_new_session=True)
         stage.interrupt.on_stop(lambda: os.killpg(child.pid, signal.SIGKILL))
         passed_on = False
         while child.poll() is None:

@@ -64,6 +64,17 @@ class Chat:
         """The token that ends reasoning, where it is one token."""
         return self._vocabulary.get(self.think_tags[1])
 
+    @property
+    def control_ids(self) -> dict[str, int]:
+        """{text: id} of the tokens that end a turn and begin and end reasoning; of tags only those of one token."""
+        tags = {tag: self._vocabulary[tag] for tag in self.think_tags if tag in self._vocabulary}
+        return {self.decode([self.end_id]): self.end_id, **tags}
+
+    @property
+    def special_ids(self) -> set[int]:
+        """Every token that the tokenizer treats as special: roles, tools, media and the like."""
+        return set(self._tokenizer.all_special_ids) | set(getattr(self._tokenizer, "added_tokens_decoder", {}))
+
     def prompt_ids(
         self,
         messages: list[dict[str, Any]],

@@ -5,51 +5,21 @@ fc, one decoder layer, the final norm and lm_head are trained; the embedding and
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
-from eagle3 import files
-from eagle3.checkpoint import FROZEN, canonical_key
+from eagle3 import files, findings, killers, shards, weightchecks
+from eagle3.checkpoint import EMBEDDING, FROZEN, MAPPING, Export, canonical_key, expected_shapes, training_record
+from eagle3.drafterconfig import IDS, NORM_FLAGS, default_ids, layer_shape
 from eagle3.errors import PreconditionError
 from eagle3.verifier import Verifier, load_layer_weights, load_shared_weights
+from eagle3.vocab import published_mapping
 
-_MLA_HEAD_DIM = 128
-
-
-def layer_shape(verifier: Verifier, intermediate_size: int | None = None) -> dict[str, Any]:
-    """Return the drafter's Llama configuration as keyword arguments of transformers' LlamaConfig.
-
-    Heads follow the verifier. An MLA verifier's head sizes do not carry over: published drafters of that
-    family use plain heads of 128 with as many KV heads as heads, and plain RoPE with the verifier's theta
-    (YaRN's attention factor is read differently by transformers and vLLM, so it stays out).
-    """
-    config = verifier.config
-    heads = int(config["num_attention_heads"])
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    if verifier.mla:
-        kv_heads, head_dim, rope = heads, _MLA_HEAD_DIM, {}
-    else:
-        kv_heads = int(config.get("num_key_value_heads") or heads)
-        head_dim = int(config.get("head_dim") or verifier.hidden_size // heads)
-    return {
-        "vocab_size": verifier.vocab_size,
-        "hidden_size": verifier.hidden_size,
-        "intermediate_size": intermediate_size or int(config["intermediate_size"]),
-        "num_hidden_layers": 1,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": verifier.max_positions,
-        "rms_norm_eps": verifier.rms_norm_eps,
-        "rope_parameters": {"rope_type": "default", **rope, "rope_theta": theta},
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
-    }
+_WEIGHT_TYPES = ("BF16", "F16", "F32")
 
 
 def build(
@@ -75,7 +45,7 @@ def build(
     model = _empty_model(verifier, layers, len(d2t), shape)
     model.load_vocab_mappings(t2d, d2t)
     shared = load_shared_weights(verifier, ("embed_tokens", "lm_head", "norm"))
-    head = shared["lm_head"][t2d]
+    head = shared["lm_head"][t2d] if model.use_draft_vocab else shared["lm_head"]
     with torch.no_grad():
         model.embed_tokens.weight.copy_(shared["embed_tokens"])
         model.lm_head.weight.copy_(head)
@@ -115,32 +85,140 @@ def start_from_verifier(model: Any, verifier: Verifier, norm: torch.Tensor) -> N
 
 
 def load(folder: Path, verifier: Verifier) -> Any:
-    """Return the drafter of a served checkpoint (flat config.json, `layers.0.` or `midlayer.` keys).
+    """Return the drafter of a checkpoint of any published layout, in float32, for predictions.
 
     The embedding comes from the verifier unless the checkpoint ships its own. PreconditionError names keys
     that are missing or unknown, and shapes that do not fit.
     """
-    from safetensors.torch import load_file
+    export = published(folder, verifier)
+    layers = [*(export.ids or default_ids(verifier.num_layers)), verifier.num_layers - 1]
+    return _from_checkpoint(export, layers, own_embedding=EMBEDDING in export.canonical).eval()
 
-    config = files.read_json(folder / "config.json", fix="name an exported drafter")
-    tensors = {canonical_key(key): value for key, value in load_file(folder / "model.safetensors").items()}
-    shape = {name: config[name] for name in layer_shape(verifier) if name in config}
-    layers = [*config["eagle_aux_hidden_state_layer_ids"], verifier.num_layers - 1]
-    model = build(verifier, layers, tensors["d2t"], tensors["t2d"], shape)
-    expected = {name: tensor.shape for name, tensor in model.state_dict().items()
-                if not name.startswith(("verifier_", "embed_tokens"))}
-    missing, unknown = expected.keys() - tensors.keys(), tensors.keys() - expected.keys() - {"embed_tokens.weight"}
-    conflicts = [f"{name}: {tuple(tensors[name].shape)} instead of {tuple(size)}" for name, size in expected.items()
-                 if name in tensors and tensors[name].shape != size]
-    if missing or unknown or conflicts:
+
+def continue_from(folder: Path, verifier: Verifier, layers: list[int]) -> Any:
+    """Return a published drafter to be trained further, in float32; `check_start` has found it fit.
+
+    What is frozen is the verifier's own. Heads, sizes, RoPE and positions are those of the checkpoint.
+    """
+    return _from_checkpoint(published(folder, verifier), layers, own_embedding=False)
+
+
+def published(folder: Path, verifier: Verifier) -> Export:
+    """Return what a drafter's folder holds, from headers and config.json.
+
+    Raises PreconditionError when it is no whole Llama-type drafter of this verifier.
+    """
+    trained_ids, trained_here = training_record(folder)
+    export = Export(folder=folder, raw=files.read_json(folder / "config.json", fix="name the folder of a drafter"),
+                    tensors=shards.read(folder), verifier=verifier, engine="vllm", version=None,
+                    serving_length=verifier.max_positions, trained_ids=trained_ids, trained_here=trained_here)
+    sizes = {"hidden_size": verifier.hidden_size, "vocab_size": verifier.vocab_size, "target_hidden_size": None}
+    wrong = [f"{name}: {list(export.canonical[name].shape)} instead of {list(shape)}"
+             for name, shape in expected_shapes(export.flat | sizes).items()
+             if name in export.canonical and export.canonical[name].shape != shape]
+    if wrong:
         raise PreconditionError(
-            "the checkpoint does not fit this drafter",
-            where=folder,
-            found=f"missing {sorted(missing)}, unknown {sorted(unknown)}, shapes {conflicts}",
-            fix="export it again with 05_fix_weight_keys.py",
-        )
-    model.load_state_dict(tensors, strict=False)
-    return model.eval()
+            "the drafter's tensors do not fit this verifier and its own config.json", where=folder,
+            expected=f"hidden size {verifier.hidden_size}, vocabulary {verifier.vocab_size}", found="\n".join(wrong),
+            fix="check --model; config.json and weights have to be of one drafter of this verifier")
+    _require(export, killers.keys_in_one_spelling, killers.keys_known_and_complete, killers.shapes_fit_the_config)
+    types = {name: entry.dtype for name, entry in export.canonical.items()
+             if name not in MAPPING and entry.dtype not in _WEIGHT_TYPES}
+    if types:
+        raise PreconditionError("the drafter's weights are quantized or of an unknown type", where=folder,
+                                expected=" or ".join(_WEIGHT_TYPES), found=types)
+    if norms := [name for name in export.canonical if name.startswith(("fc_norm.", "input_norm."))]:
+        raise PreconditionError("the drafter has norms that are not computed here", where=folder, found=norms)
+    return export
+
+
+def check_start(
+    folder: Path, verifier: Verifier, layers: list[int], t2d: torch.Tensor, intermediate_size: int | None = None, *,
+    fix: str = "",
+) -> list[str]:
+    """Check that training can continue from a published drafter; return what the user should know of it.
+
+    Args:
+        layers: the four captured layers of the states.
+        t2d: [V] bool, the draft vocabulary of stage 03.
+        intermediate_size: what the user asks for; None leaves it to the drafter.
+        fix: how to build that vocabulary from this drafter.
+    Raises:
+        PreconditionError when captured layers or the vocabulary differ, naming both sides.
+    """
+    export = published(folder, verifier)
+    _require(export, killers.architecture_known, killers.config_understood, killers.rope_spellings_agree,
+             weightchecks.values_finite)
+    if flags := [name for name in NORM_FLAGS if export.flat[name]]:
+        raise PreconditionError("the drafter has norms that this training does not", where=folder,
+                                expected="all false: " + ", ".join(NORM_FLAGS), found=", ".join(flags) + " true",
+                                fix="take a drafter without them, or train a fresh one")
+    if intermediate_size not in (None, export.flat["intermediate_size"]):
+        raise PreconditionError("the drafter's MLP has another width", where="--intermediate-size",
+                                expected=f"{export.flat['intermediate_size']} (or nothing), as in {folder}",
+                                found=intermediate_size, fix="leave --intermediate-size out")
+    notes = _check_layers(export, layers[:-1])
+    theirs = published_mapping(folder, verifier.vocab_size)[1]
+    if not torch.equal(theirs, t2d):
+        raise PreconditionError(
+            "the draft vocabulary of stage 03 is not the drafter's", where=folder,
+            expected=f"the drafter's {int(theirs.sum()):,} tokens",
+            found=f"{int(t2d.sum()):,} tokens, of which {int((t2d & ~theirs).sum()):,} are not the drafter's",
+            fix=fix or f"run 03_build_vocab_mapping.py --from-checkpoint {folder}")
+    if EMBEDDING in export.canonical and weightchecks.embedding_is_the_verifiers(export).status == findings.FAIL:
+        notes.append("its own embedding is not the verifier's: the verifier's is used, as SGLang always does")
+    return notes
+
+
+def _require(export: Export, *checks: Callable[[Export], findings.Finding]) -> None:
+    findings.require([killers.finding_of(check, export) for check in checks], export.folder)
+
+
+def _check_layers(export: Export, captured: list[int]) -> list[str]:
+    """Compare the layers that a drafter reads with those captured; return notes on how its config was understood."""
+    top, nested = export.raw.get(IDS), (export.raw.get("eagle_config") or {}).get(IDS)
+    if nested and not export.ids and captured in (nested, [layer + 1 for layer in nested]):
+        return [f"its config has the layer ids {nested} in eagle_config only, which engines number differently; taken "
+                f"as {captured}, which the states hold: the accuracy of step 0 tells whether that is right"]
+    if export.ids != captured:
+        raise PreconditionError(
+            "the drafter reads other layers than were captured", where=export.folder,
+            expected=f"states of layers {export.ids or nested} (the stream entering each)",
+            found=f"layers {captured} in the states",
+            fix="capture the drafter's: 02_extract_hidden_states.py --layers "
+            f"{' '.join(map(str, export.ids)) or '…'} {export.verifier.num_layers - 1}")
+    if not (top or nested or export.trained_ids):
+        return [f"its config names no layer ids: taken as the engines' default {captured}"]
+    return []
+
+
+def _from_checkpoint(export: Export, layers: list[int], *, own_embedding: bool) -> Any:
+    """Return the drafter with the weights of a checkpoint, each tensor read once: a float32 model is all it takes."""
+    verifier, flat = export.verifier, export.flat
+    d2t, t2d = published_mapping(export.folder, verifier.vocab_size)
+    fixed = {"vocab_size": verifier.vocab_size, "num_hidden_layers": 1, "tie_word_embeddings": False}
+    shape = {name: flat[name] for name in layer_shape(verifier)} | fixed
+    with torch.device("meta"):
+        model = _empty_model(verifier, layers, len(d2t), shape)
+    model.rotary_emb = type(model.rotary_emb)(model.rotary_emb.config)  # the one part that is computed, not loaded
+    if model.use_draft_vocab:
+        model.d2t, model.t2d = d2t, t2d
+    names = {canonical_key(name): name for name in export.tensors}
+    shared = load_shared_weights(verifier, ("embed_tokens", "lm_head", "norm"))
+    ours = {EMBEDDING: shared["embed_tokens"], "verifier_norm.weight": shared["norm"],
+            "verifier_lm_head.weight": shared["lm_head"][t2d] if model.use_draft_vocab else shared["lm_head"]}
+    for name in [name for name, _ in model.named_parameters()]:
+        if name.startswith(FROZEN) and not (own_embedding and name == EMBEDDING):
+            weight = ours[name]
+        else:
+            with safe_open(export.canonical[name].file, framework="pt") as file:
+                weight = file.get_tensor(names[name])
+        module, _, attribute = name.rpartition(".")
+        value = weight.to(torch.float32, copy=True)
+        trained = not name.startswith(FROZEN)
+        setattr(model.get_submodule(module), attribute, torch.nn.Parameter(value, requires_grad=trained))
+    model.verifier_norm.variance_epsilon = verifier.rms_norm_eps  # speculators gives it the drafter's
+    return model
 
 
 def _empty_model(verifier: Verifier, layers: list[int], draft_vocab_size: int, shape: dict) -> Any:

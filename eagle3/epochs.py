@@ -11,6 +11,8 @@ from eagle3.log import logger
 from eagle3.stage import Stage
 from eagle3.training import Plan, Trainer
 
+POOR = 0.15  # accuracy of a drafter that does not fit what it is fed, however good it is elsewhere
+
 
 class Loop:
     """One training run in one process of the group; the first process alone writes."""
@@ -29,6 +31,8 @@ class Loop:
     def run(self) -> None:
         """Resume, then train epoch by epoch."""
         self.resume()
+        if self.options.init_from and self.counters["step"] == 0 and self.held_out:
+            self.measure_start()
         total = self.plan.total_steps
         progress = self.stage.progress("training", total, "steps", self.counters["step"]) if self.first else None
         self.saved_at = time.monotonic()
@@ -40,13 +44,36 @@ class Loop:
     def resume(self) -> None:
         """Load the newest complete checkpoint and drop metrics past it."""
         self.root.mkdir(parents=True, exist_ok=True)
-        newest = trainstate.newest(self.root)
+        newest = trainstate.newest(self.root) if self.first else None
+        newest = self.trainer.processes.from_first(newest)  # reading every checksum once is enough
         if newest is not None:
             self.counters = trainstate.load(newest, self.trainer.model, self.trainer.optimizer)
             logger.info("resuming at step %d of %d from %s", self.counters["step"], self.plan.total_steps, newest)
         if self.first:
-            kept = [row for _, row in files.read_jsonl(self.metrics) if row["step"] <= self.counters["step"]]
+            rows = files.read_jsonl(self.metrics) if newest else ()
+            kept = [row for _, row in rows if row["step"] <= self.counters["step"]]
             files.write_bytes(self.metrics, b"".join(files.encode_line(row) for row in kept))
+
+    def measure_start(self) -> None:
+        """Validate the drafter that training begins from, as step 0: what it is worth, and whether it fits."""
+        result = self.counters["start"] = self.validate(0)
+        if result["accuracy_by_step"][0] < POOR:
+            logger.warning(
+                "the drafter of --init-from predicts %.1f%% of next tokens, a good one 60 to 80%%: its layers, "
+                "its verifier or its RoPE may not be these (%s)", 100 * result["accuracy_by_step"][0],
+                self.options.init_from)
+
+    def validate(self, epoch: int) -> dict[str, Any]:
+        """Return the figures of the held-out samples after `epoch` epochs, logged and kept for the metrics."""
+        single = self.trainer.processes.world == 1
+        result = self.trainer.validate(self.held_out, self.stage.check_stop if single else None)
+        self.rows.append({"kind": "validation", "step": self.counters["step"], "epoch": epoch, **result})
+        logger.info(
+            "%s: validation loss %.4f, accuracy by step %s, predicted acceptance length %.3f (by position %s)",
+            f"epoch {epoch}" if epoch else "before training", result["loss"],
+            percentages(result["accuracy_by_step"]), result["acceptance"]["length"],
+            percentages(result["acceptance"]["by_position"]))
+        return result
 
     def epoch(self, epoch: int, progress: log.Progress | None) -> None:
         """Train the steps of one epoch that are not done, then validate and save."""
@@ -93,19 +120,12 @@ class Loop:
 
     def end_epoch(self, epoch: int) -> None:
         """Validate, remember the best, save."""
-        single = self.trainer.processes.world == 1
         self.counters |= {"epoch": epoch + 1, "epoch_end": True}
         if self.held_out:
-            result = self.trainer.validate(self.held_out, self.stage.check_stop if single else None)
+            result = self.counters["validation"] = self.validate(epoch + 1)
             best = self.counters["best"]
             if best is None or result["acceptance"]["length"] > best["acceptance"]["length"]:
                 self.counters["best"] = result | {"step": self.counters["step"]}
-            self.counters["validation"] = result
-            self.rows.append({"kind": "validation", "step": self.counters["step"], "epoch": epoch + 1, **result})
-            logger.info(
-                "epoch %d: validation loss %.4f, accuracy by step %s, predicted acceptance length %.3f (by position "
-                "%s)", epoch + 1, result["loss"], percentages(result["accuracy_by_step"]),
-                result["acceptance"]["length"], percentages(result["acceptance"]["by_position"]))
         else:
             self.counters["best"] = {"step": self.counters["step"]}
         self.save()
@@ -116,8 +136,9 @@ class Loop:
         if self.first:
             with files.Appender(self.metrics) as appender:
                 appender.append(self.rows)
-            folder = trainstate.save(self.root, self.counters["step"], self.trainer.model, self.facts,
-                                     self.trainer.optimizer, self.counters)
+        folder = trainstate.save(self.root, self.counters["step"], self.trainer.model, self.facts,
+                                 self.trainer.optimizer, self.counters, writes=self.first)
+        if self.first:
             trainstate.point_to(self.root, "last", folder)
             best = self.counters["best"]
             if best and best["step"] == self.counters["step"]:
@@ -136,10 +157,15 @@ class Loop:
             outputs=outputs,
             best=best,
             last=self.counters["validation"],
+            start=self.counters.get("start"),
         )
         if "acceptance" in best:
             logger.info("best checkpoint: step %d, predicted acceptance length %.3f at %d draft tokens",
                         best["step"], best["acceptance"]["length"], self.options.draft_tokens)
+        start = self.counters.get("start")
+        if start and best["acceptance"]["length"] <= start["acceptance"]["length"]:
+            logger.warning("no checkpoint beats the drafter that training began from (acceptance length %.3f): "
+                           "try a lower --lr, or more samples", start["acceptance"]["length"])
 
 
 def percentages(values: list[float]) -> str:

@@ -1,18 +1,22 @@
 """Training a drafter: schedule, optimizer step, validation, processes.
 
 The loss of a step is the mean over all its supervised positions, whatever batch or process they are in, so
-one process with accumulation 2 and two processes compute the same step.
+one process with accumulation 2 and two processes compute the same step. Several processes share weights,
+gradients and optimizer state: each holds its rows of every tensor (FSDP2).
 """
 
 import contextlib
 import math
 import os
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from eagle3 import acceptance, ttt
 from eagle3.batches import Batch, Prefetcher, TrainingSample, collate, pack
@@ -51,6 +55,13 @@ class Processes:
     def any(self, flag: bool) -> bool:
         """Say whether any process says so (all stop at the same step)."""
         return bool(self.sum(torch.tensor([float(flag)], device=self.device)).item() > 0) if self.world > 1 else flag
+
+    def from_first(self, value: Any) -> Any:
+        """Return what the first process has for it."""
+        values = [value]
+        if self.world > 1:
+            dist.broadcast_object_list(values, device=self.device)
+        return values[0]
 
     def stop(self) -> None:
         """Leave the group."""
@@ -102,6 +113,37 @@ def supervised(members: list[TrainingSample], batch_tokens: int) -> int:
     return sum(int(sample.supervised(batch_tokens).sum()) for sample in members)
 
 
+class Objective(torch.nn.Module):
+    """A drafter with its loss as one module: FSDP gathers weights before a module's forward and reduces gradients
+    after its backward, and the loss calls the drafter's parts one by one."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Batch | None, *arguments: Any) -> torch.Tensor:
+        """Return `ttt.loss`; without a batch a zero with zero gradients, by which a process takes part in a step."""
+        if batch is not None:
+            return ttt.loss(self.model, batch, *arguments)
+        return torch.stack([0.0 * parameter.sum() for parameter in trainable(self.model).values()])
+
+
+def shard(objective: Objective, dtype: torch.dtype | None) -> None:
+    """Divide the trained weights among the processes, float32 rows of each; the frozen ones stay whole everywhere.
+
+    They are one group, gathered before a forward and reduced (in float32) after the backward: the drafter is one
+    layer, so there is nothing to gather ahead of another.
+
+    Args:
+        dtype: in which the weights are gathered and used, and the frozen ones are kept; None leaves float32.
+    """
+    frozen = {parameter for parameter in objective.parameters() if not parameter.requires_grad}
+    for parameter in frozen:
+        parameter.data = parameter.data.to(dtype or parameter.dtype)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    fully_shard(objective, mp_policy=policy, reshard_after_forward=False, ignored_params=frozen)
+
+
 class Trainer:
     """Runs optimizer steps and validation on one process of the group."""
 
@@ -109,10 +151,13 @@ class Trainer:
         from speculators.losses import resolve_loss_config
 
         self.model, self.store, self.options, self.processes = model, store, options, processes
-        self.optimizer = make_optimizer(model, options)
         self._loss = resolve_loss_config(options.loss, "eager"), options.ttt_step_loss_decay
         bf16 = options.dtype == "bfloat16" or (options.dtype == "auto" and processes.device.type == "cuda")
         self._autocast = torch.autocast(processes.device.type, torch.bfloat16) if bf16 else contextlib.nullcontext()
+        self._objective = Objective(model)
+        if processes.world > 1:
+            shard(self._objective, torch.bfloat16 if bf16 else None)
+        self.optimizer = make_optimizer(model, options)
         self._verified: set[int] = set()
 
     def load_batch(self, members: list[TrainingSample]) -> Batch:
@@ -144,37 +189,42 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         device = self.processes.device
         loss_sum = torch.zeros((), device=device)
-        for batch in batches:
-            if batch is None or batch.supervised == 0:
+        for number, batch in enumerate(batches):
+            if batch is not None and batch.supervised == 0:
+                batch = None
+            if batch is None and self.processes.world == 1:
                 continue
-            with self._autocast:
-                losses = ttt.loss(self.model, self._on_device(batch), self.options.ttt_steps, *self._loss)
-            loss = losses.sum() / total_supervised
-            loss.backward()
+            loss = self._losses(batch, last=number == len(batches) - 1).sum() / max(1, total_supervised)
+            (loss * self.processes.world).backward()  # FSDP takes the mean of what the processes have
             loss_sum += loss.detach()
-        self._reduce_gradients()
         loss_value = float(self.processes.sum(loss_sum))
-        norm = torch.nn.utils.clip_grad_norm_(trainable(self.model).values(), self.options.max_grad_norm or math.inf)
-        if not math.isfinite(loss_value) or not math.isfinite(float(norm)):
-            raise StageError("the loss is not finite", found=f"loss {loss_value}, gradient norm {float(norm)}",
+        norm = clip(trainable(self.model).values(), self.options.max_grad_norm or math.inf)
+        if not math.isfinite(loss_value) or not math.isfinite(norm):
+            raise StageError("the loss is not finite", found=f"loss {loss_value}, gradient norm {norm}",
                              fix="lower --lr and run the same command again: add --out to keep this result")
         self.optimizer.step()
-        return {"loss": loss_value, "grad_norm": float(norm), "lr": rate}
+        return {"loss": loss_value, "grad_norm": norm, "lr": rate}
 
     def _on_device(self, batch: Batch) -> Batch:
         return batch.to(self.processes.device, self.model.fc.weight.dtype)
 
-    def _reduce_gradients(self) -> None:
-        if self.processes.world == 1:
+    def _losses(self, batch: Batch | None, last: bool) -> torch.Tensor:
+        """Return the losses of a batch; gradients are summed up here until the last of a step."""
+        if isinstance(self._objective, FSDPModule):
+            self._objective.set_requires_gradient_sync(last)
+        with self._autocast:
+            batch = batch and self._on_device(batch)
+            return self._objective(batch, self.options.ttt_steps, *self._loss)  # type: ignore[no-any-return]
+
+    @contextlib.contextmanager
+    def _whole_weights(self) -> Iterator[None]:
+        """Have the whole weights in this process: how many batches each evaluates is its own affair then."""
+        if not isinstance(self._objective, FSDPModule):
+            yield
             return
-        parameters = trainable(self.model).values()
-        for parameter in parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        flat = torch.cat([parameter.grad.flatten() for parameter in parameters])  # type: ignore[union-attr]
-        self.processes.sum(flat)
-        for parameter, piece in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-            parameter.grad.copy_(piece.view_as(parameter))  # type: ignore[union-attr]
+        self._objective.unshard()
+        yield
+        self._objective.reshard()
 
     def validate(self, samples: list[TrainingSample], check_stop: Any = None) -> dict[str, Any]:
         """Return loss, accuracy by TTT step and predicted acceptance over the held-out samples."""
@@ -183,17 +233,18 @@ class Trainer:
         packed = pack(samples, options.batch_tokens, None)
         total = acceptance.Acceptance(0, [0] * options.draft_tokens)
         counts, losses = torch.zeros(steps, 2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
-        for members in packed[self.processes.rank :: self.processes.world]:
-            if check_stop:
-                check_stop()
-            batch = self.load_batch(members)
-            if batch.supervised == 0:  # prompts longer than a batch
-                continue
-            with torch.inference_mode(), self._autocast:
-                drafted, loss = ttt.draft(self.model, self._on_device(batch), steps, *self._loss)
-            total.add(acceptance.walk_batch(batch, members, drafted, options.draft_tokens))
-            counts += acceptance.accuracy_counts(batch, drafted)
-            losses += torch.tensor([float(loss[: options.ttt_steps].sum()), batch.supervised], dtype=torch.float64)
+        with self._whole_weights():
+            for members in packed[self.processes.rank :: self.processes.world]:
+                if check_stop:
+                    check_stop()
+                batch = self.load_batch(members)
+                if batch.supervised == 0:  # prompts longer than a batch
+                    continue
+                with torch.inference_mode(), self._autocast:
+                    drafted, loss = ttt.draft(self.model, self._on_device(batch), steps, *self._loss)
+                total.add(acceptance.walk_batch(batch, members, drafted, options.draft_tokens))
+                counts += acceptance.accuracy_counts(batch, drafted)
+                losses += torch.tensor([float(loss[: options.ttt_steps].sum()), batch.supervised], dtype=torch.float64)
         pooled = torch.cat([counts.flatten(), losses, torch.tensor([total.rounds, *total.accepted]).double()])
         pooled = self.processes.sum(pooled.to(self.processes.device)).cpu()
         counts, losses = pooled[: 2 * steps].view(steps, 2), pooled[2 * steps : 2 * steps + 2]
@@ -204,6 +255,12 @@ class Trainer:
             "accuracy_by_step": (counts[:, 0] / counts[:, 1].clamp(min=1)).tolist(),
             "acceptance": predicted.to_dict(),
         }
+
+
+def clip(parameters: Iterable[torch.nn.Parameter], largest: float) -> float:
+    """Scale gradients down to a common norm of at most `largest`; return the norm that they had."""
+    norm = torch.nn.utils.clip_grad_norm_(parameters, largest)
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 class Throughput:

@@ -7,13 +7,16 @@ damage since then is found by its checksums.
 """
 
 import contextlib
+import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from eagle3 import drafter as drafters
 from eagle3 import files
@@ -22,6 +25,9 @@ from eagle3.log import logger
 from eagle3.verifier import Verifier
 
 STATE, COUNTERS, CHECKSUMS = "trainer_state.safetensors", "trainer.json", "checksums.json"
+# In the order in which the safetensors library lays tensors out.
+_TYPES = {torch.int64: "I64", torch.float32: "F32", torch.bfloat16: "BF16", torch.bool: "BOOL"}
+Part = tuple[str, torch.Tensor, Callable[[], torch.Tensor]]  # name, a tensor of that shape and type, how it is made
 
 
 def trainable(model: Any) -> dict[str, torch.nn.Parameter]:
@@ -30,17 +36,26 @@ def trainable(model: Any) -> dict[str, torch.nn.Parameter]:
 
 
 def save(
-    root: Path, step: int, model: Any, verifier: Verifier, optimizer: torch.optim.Optimizer, counters: dict[str, Any]
+    root: Path, step: int, model: Any, verifier: Verifier, optimizer: torch.optim.Optimizer, counters: dict[str, Any],
+    *, writes: bool = True,
 ) -> Path:
-    """Write `root/step_{step}` and return it; counters is JSON with at least `step` and `epoch`."""
+    """Write `root/step_{step}` and return it; counters is JSON with at least `step` and `epoch`.
+
+    Processes that share the weights all call it, one of them with `writes`: tensors are put together one by one.
+    """
     folder = root / f"step_{step}"
+    if not writes:
+        for tensors in (_served(model), _state(model, optimizer)):
+            for _, _, make in tensors:
+                make()
+        return folder
     temporary = root / f"{files.TEMPORARY_PREFIX}step_{step}"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        save_file(served_tensors(model), temporary / "model.safetensors", metadata={"format": "pt"})
+        _write(temporary / "model.safetensors", _served(model), {"format": "pt"})
         files.write_json(temporary / "config.json", drafters.served_config(model, verifier))
-        save_file(_state_tensors(model, optimizer), temporary / STATE)
+        _write(temporary / STATE, _state(model, optimizer), {})
         files.write_json(temporary / COUNTERS, counters)
         names = ("model.safetensors", "config.json", STATE, COUNTERS)
         for name in names:
@@ -59,36 +74,75 @@ def save(
 
 
 def served_tensors(model: Any) -> dict[str, torch.Tensor]:
-    """Return what engines load, in bf16: trained weights and the mapping; never the verifier's own weights."""
-    tensors = {name: parameter.detach().to("cpu", torch.bfloat16).contiguous()
-               for name, parameter in trainable(model).items()}
-    tensors["d2t"] = model.d2t.detach().cpu().to(torch.int64)
-    tensors["t2d"] = model.t2d.detach().cpu().to(torch.bool)
-    return tensors
+    """Return what engines load, in bf16: trained weights and the mapping (none of a whole vocabulary); never the
+    verifier's own weights."""
+    return {name: make() for name, _, make in _served(model)}
 
 
-def _state_tensors(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    tensors = {}
+def _served(model: Any) -> list[Part]:
+    mapping = {name: getattr(model, name) for name in ("d2t", "t2d") if getattr(model, name) is not None}
+    return _ordered([*(_part(name, parameter, torch.bfloat16) for name, parameter in trainable(model).items()),
+                     *(_part(name, tensor, tensor.dtype) for name, tensor in mapping.items())])
+
+
+def _state(model: Any, optimizer: torch.optim.Optimizer) -> list[Part]:
+    parts = []
     for name, parameter in trainable(model).items():
-        tensors[f"param/{name}"] = parameter.detach().cpu().float().contiguous()
-        for key in ("exp_avg", "exp_avg_sq"):
-            if parameter in optimizer.state:
-                tensors[f"{key}/{name}"] = optimizer.state[parameter][key].detach().cpu().float().contiguous()
-    return tensors
+        parts.append(_part(f"param/{name}", parameter, torch.float32))
+        parts += [_part(f"{key}/{name}", optimizer.state[parameter][key], torch.float32)
+                  for key in ("exp_avg", "exp_avg_sq") if parameter in optimizer.state]
+    return _ordered(parts)
+
+
+def _ordered(parts: list[Part]) -> list[Part]:
+    """Return parts in the order of the file, which is also the order in which processes put them together."""
+    return sorted(parts, key=lambda part: (list(_TYPES).index(part[1].dtype), part[0]))
+
+
+def _part(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> Part:
+    def make() -> torch.Tensor:
+        whole = tensor.detach()
+        if isinstance(whole, DTensor):
+            whole = whole.full_tensor()
+        return whole.to("cpu", dtype).contiguous()
+
+    return name, torch.empty(tensor.shape, dtype=dtype, device="meta"), make
+
+
+def _write(path: Path, parts: list[Part], metadata: dict[str, str]) -> None:
+    """Write a safetensors file, byte for byte the library's own, with one tensor in memory at a time."""
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    end = 0
+    for name, like, _ in parts:
+        header[name] = {"dtype": _TYPES[like.dtype], "shape": list(like.shape),
+                        "data_offsets": [end, end := end + like.nbytes]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, _, make in parts:
+            file.write(make().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def load(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Put a checkpoint's float32 state into model and optimizer and return its counters."""
-    tensors = load_file(folder / STATE)
     counters = files.read_json(folder / COUNTERS)
-    with torch.no_grad():
+    with torch.no_grad(), safe_open(folder / STATE, framework="pt") as file:
+        saved = set(file.keys())
+
+        def own(name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
+            whole = file.get_tensor(name).to(parameter.device)
+            if isinstance(parameter, DTensor):  # its rows of it, without asking other processes
+                return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            return whole.clone()
+
         for name, parameter in trainable(model).items():
-            parameter.copy_(tensors[f"param/{name}"])
-            if f"exp_avg/{name}" in tensors:
+            parameter.copy_(own(f"param/{name}", parameter))
+            if f"exp_avg/{name}" in saved:
                 optimizer.state[parameter] = {
                     # torch counts steps in float32: exact up to 2^24
-                    "step": torch.tensor(float(counters["step"])),
-                    **{key: tensors[f"{key}/{name}"].to(parameter.device) for key in ("exp_avg", "exp_avg_sq")},
+                    "step": torch.tensor(float(counters["step"]), device=parameter.device),
+                    **{key: own(f"{key}/{name}", parameter) for key in ("exp_avg", "exp_avg_sq")},
                 }
     return counters
 

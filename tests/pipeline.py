@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from eagle3 import files, traces
@@ -80,3 +81,46 @@ def tree(folder: Path) -> dict[str, str]:
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.name not in skip
     }
+
+
+def write_export(folder: Path, model: Path) -> Path:
+    """Write a finished 05_export for vLLM of an untrained drafter of `model`; return the drafter's folder."""
+    import numpy as np
+    import torch
+    from safetensors.torch import save_file
+
+    from eagle3 import drafter, drafterconfig, trainstate, verifier, vocab
+    from eagle3.checkpoint import engine_names
+
+    facts = verifier.read(model)
+    layers = [int(layer) for layer in LAYERS.split()]
+    counts = np.random.default_rng(0).integers(1, 100, facts.vocab_size)
+    d2t, t2d = (torch.from_numpy(array) for array in vocab.build_mapping(counts, 64))
+    built = drafter.build(facts, layers, d2t, t2d, drafterconfig.layer_shape(facts))
+    tensors = trainstate.served_tensors(built)
+    names = engine_names(tensors, "vllm")
+    (folder / "vllm").mkdir(parents=True)
+    save_file({names[name]: tensor for name, tensor in tensors.items()}, folder / "vllm/model.safetensors",
+              metadata={"format": "pt"})
+    config = drafter.served_config(built, facts)
+    config["eagle_config"] = {drafterconfig.IDS: config[drafterconfig.IDS]}
+    files.write_json(folder / "vllm/config.json", config)
+    files.write_json(folder / "manifest.json", {
+        "stage": "05_export", "status": "complete", "identity": "e", "trained": {"ids": layers[:-1], "here": True},
+    })
+    return folder / "vllm"
+
+
+def change_config(folder: Path, **values: object) -> None:
+    """Change keys of a drafter's config.json."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def change_tensors(folder: Path, change: Callable[[dict], object]) -> None:
+    """Let `change` change the dictionary of a drafter's tensors."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from pipeline import LAYERS, ROOT, kill_at_random_moments, manifest, run_stage, tree, write_traces
+from pipeline import LAYERS, ROOT, kill_at_random_moments, manifest, run_stage, tree
 
 from eagle3 import acceptance, batches, drafter, files, training, trainstate, ttt, verifier, vocab
 from eagle3.batches import TrainingSample
@@ -87,17 +87,6 @@ def test_a_perfect_and_a_useless_drafter():
 
 
 # --- a run directory with states and mapping --------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def prepared(tiny_model, tmp_path_factory):
-    """A run directory with traces, states (transformers backend) and mapping of the tiny model."""
-    run_dir = tmp_path_factory.mktemp("prepared")
-    write_traces(run_dir, tiny_model, count=24)
-    run_stage("02_extract_hidden_states.py", "--run-dir", run_dir, "--model", tiny_model, "--backend", "hf", "--dtype",
-              "float32", "--layers", *LAYERS.split(), "--max-length", 64)
-    run_stage("03_build_vocab_mapping.py", "--run-dir", run_dir, "--model", tiny_model, "--draft-vocab-size", 128)
-    return run_dir
 
 
 @pytest.fixture(scope="module")
