@@ -51,13 +51,13 @@ def run(options: GenerateOptions, stage: Stage) -> None:
     check_choices(options)
     config.require(section.prompts, "--prompts", "the source of prompts")
     mix = Mix(section)
+    if options.common.dry_run:
+        describe(options, stage, mix)
+        return
     source = PromptSource(section, options.common.limit)
     counts = source.scan(stage.check_stop)
     logger.info("%s", counts.line())
     model = files.model_identity(Path(options.model.path)) if options.model.path else None
-    if options.common.dry_run:
-        say_plan(options, stage, source, mix)
-        return
 
     stage.open(
         inputs={"model": model, "prompts": source_identity(section.prompts)},
@@ -115,27 +115,54 @@ def source_identity(prompts: str) -> dict[str, Any]:
     return {"path": prompts} | ({"sha256": files.sha256_file(path)} if path.is_file() else {})
 
 
-def say_plan(options: GenerateOptions, stage: Stage, source: Any, mix: Any) -> None:
+def describe(options: GenerateOptions, stage: Stage, mix: Any) -> None:
     """Print what would be done; fail where the run would."""
-    from eagle3 import engines, traces
-    from eagle3.endpoints import Pool
-    from eagle3.plan import CHARACTERS_PER_TOKEN, Plan
+    from eagle3 import traces
+    from eagle3.dryrun import DryRun
+    from eagle3.plan import CHARACTERS_PER_TOKEN
 
-    section = options.generate
+    section, plan = options.generate, DryRun(stage, options.model.path)
     ledger = traces.Ledger(stage.directory, read=not options.common.restart)
-    survey = look_over(stage, Plan(source, mix, ledger), ledger)
-    require_free_disk(stage.directory, survey.bytes, "the traces")
+    survey = survey_for(plan, options, ledger, mix)
+    plan.say("reads", f"{section.prompts}: {survey.expected:,} prompts, {survey.missing:,} of them to ask")
+    plan.say("writes", f"{stage.directory}; estimate: {survey.prompt_tokens:,} prompt tokens ({CHARACTERS_PER_TOKEN} "
+             f"characters a token), at most {survey.tokens:,} generated tokens, at most {size(survey.bytes)}")
     if section.serve:
-        version = engines.check(options.engine, Path(options.model.path))
-        say = f"would start {options.engine.kind} {version} on {options.model.path}"
+        plan.say("engine", plan.engine(options.engine))
+        plan.say("starts", plan.server(options.engine, server_arguments(options)))
+        each = plan.known.tokens_per_sample if plan.known else section.max_model_len or section.max_tokens
+        plan.memory(options.engine, prefill=8192, cached=section.concurrency * each,
+                    why=f"{section.concurrency} requests of {each:,}")
     else:
-        name = Pool(section.endpoint, section).connect(("", "")).name
-        refuse_other_model(stage, ledger.model, name)
-        say = f"would ask {', '.join(section.endpoint)} for {name}"
-    logger.info("%d prompts, %d of them to ask; %s", survey.expected, survey.missing, say)
-    logger.info("estimate: %s prompt tokens (%d characters a token), at most %s generated tokens, at most %s in %s",
-                f"{survey.prompt_tokens:,}", CHARACTERS_PER_TOKEN, f"{survey.tokens:,}", size(survey.bytes),
-                stage.directory)
+        plan.say("asks", ", ".join(section.endpoint) + f", {section.concurrency} requests at a time")
+        with plan.only_there("server"):
+            from eagle3.endpoints import Pool
+
+            name = Pool(section.endpoint, section).connect(("", "")).name
+            refuse_other_model(stage, ledger.model, name)
+            plan.say("", f"they serve {name}")
+    plan.disk(stage.directory, survey.bytes, "the traces")
+    if plan.known:
+        tokens = survey.missing * plan.known.tokens_per_sample
+        plan.time(plan.known.trace_seconds(tokens), f"{tokens:,} tokens, {plan.known.tokens_per_sample:,} a sample and "
+                  f"{plan.known.tokens / plan.known.trace_s:,.0f} tok/s as in {plan.known.name}, without loading")
+    plan.end()
+    look_ahead(options, stage)
+
+
+def survey_for(plan: Any, options: GenerateOptions, ledger: Any, mix: Any) -> Any:
+    """Return the survey of the prompts; where they are not here either, of as many as the reference run had."""
+    from eagle3.plan import Plan, Survey
+    from eagle3.prompts import PromptSource
+
+    section, stage = options.generate, plan.stage
+    if plan.elsewhere and plan.known and not Path(section.prompts).exists() and not plan.named("--prompts"):
+        count = min(plan.known.samples, options.common.limit or plan.known.samples)
+        plan.not_here(f"prompts: {section.prompts}; planned for {count:,}, as many as in {plan.known.name}")
+        return Survey(expected=count, missing=count, tokens=count * section.max_tokens)
+    source = PromptSource(section, options.common.limit)
+    plan.say("prompts", source.scan(stage.check_stop).line())
+    return look_over(stage, Plan(source, mix, ledger), ledger)
 
 
 def fingerprint_options(options: GenerateOptions, mix: Any) -> dict[str, Any]:
@@ -155,6 +182,7 @@ def ask(options: GenerateOptions, stage: Stage, ledger: Any, plan: Any, survey: 
     from eagle3.generation import Generator
 
     section = options.generate
+    stage.manifest.update(look_ahead(options, stage))
     chat = load_chat(Path(options.model.path), trust_remote_code=options.model.trust_remote_code
                      ) if options.model.path else None
     with server(options, stage) as (urls, look):
@@ -179,6 +207,15 @@ def ask(options: GenerateOptions, stage: Stage, ledger: Any, plan: Any, survey: 
     return stage.manifest["counts"]
 
 
+def look_ahead(options: GenerateOptions, stage: Stage) -> dict[str, Any]:
+    """Look at what the server of --serve needs, before it is started; return what the manifest says of the engine."""
+    if not options.generate.serve:
+        return {}
+    from eagle3 import preflight
+
+    return preflight.before_engine(options, stage, serve_args=server_arguments(options))
+
+
 @contextlib.contextmanager
 def server(options: GenerateOptions, stage: Stage) -> Iterator[tuple[list[str], Callable[[], None]]]:
     """Yield (addresses ending in /v1, a function that raises when the run must stop)."""
@@ -189,7 +226,7 @@ def server(options: GenerateOptions, stage: Stage) -> Iterator[tuple[list[str], 
         yield [replies.base_url(url) for url in section.endpoint], stage.check_stop
         return
     with launch.serve(
-        options.engine, Path(options.model.path), stage=stage, label="generate", extra_args=section.serve_args
+        options.engine, Path(options.model.path), stage=stage, label="generate", extra_args=server_arguments(options)
     ) as started:
 
         def look() -> None:
@@ -198,6 +235,11 @@ def server(options: GenerateOptions, stage: Stage) -> Iterator[tuple[list[str], 
 
         stage.manifest["engine"] = {"kind": started.kind, "version": started.version}
         yield [started.base_url], look
+
+
+def server_arguments(options: GenerateOptions) -> list[str]:
+    """Return the arguments of --serve's server besides engine.args."""
+    return [*options.generate.serve_args, *(["--trust-remote-code"] if options.model.trust_remote_code else [])]
 
 
 def refuse_other_model(stage: Stage, old: str, new: str) -> None:

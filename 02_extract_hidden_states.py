@@ -13,6 +13,8 @@ Every sample proves itself: the stored teacher state must give the engine's own 
   python 02_extract_hidden_states.py --config configs/smollm2-135m.yaml --run-dir runs/x --backend hf --out runs/x/02_hf
 """
 
+import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,20 +36,20 @@ def run(options: ExtractOptions, stage: Stage) -> None:
     facts = verifier.read(model)
     layers = facts.layers(options.model.layers)
     traces = stage.path_of(extract.traces, "01_traces")
-    upstream = stage.upstream(traces, "--traces")
     from eagle3.extraction import resolve_dtype
 
     if stage.common.dry_run:
-        return describe(options, stage, facts, upstream)
+        return describe(options, stage, facts, traces)
 
+    upstream = stage.upstream(traces, "--traces")
     identity = {"traces": upstream["fingerprint"], "model": files.model_identity(model)}
     extract.dtype = resolve_dtype(extract.dtype, options.engine)
     results = config.result_options(options) | {"model.layers": layers}
-    stage.open(inputs=identity, results=results, grows=True, stale_on=("model", "traces"))
-
     from eagle3.states import StateStore
 
     store = StateStore(stage.directory)
+    stage.open(inputs=identity, results=results, grows=True, stale_on=("model", "traces"),
+               holds=store.index_path.exists)
     samples, skipped = plan(traces, store, extract.max_length, stage.common.limit)
     content = files.sha256_json([sample.digest for sample in samples])
     done = store.complete(store.index())
@@ -55,6 +57,7 @@ def run(options: ExtractOptions, stage: Stage) -> None:
         return None
     todo = [sample for sample in samples if sample.i not in done]
     require_free_disk(stage.directory, bytes_needed(todo, facts.hidden_size, extract.dtype), f"{len(todo)} samples")
+    stage.manifest.update(look_ahead(options, stage) if todo else {})
     failed, agreement = capture(options, stage, store, samples, done) if todo else ([], None)
     outputs = store.finish(samples)
     stage.complete(
@@ -177,26 +180,49 @@ def bytes_needed(samples: "list[Sample]", hidden_size: int, dtype: str) -> int:
     return sum(len(sample.input_ids) for sample in samples) * bytes_per_token(hidden_size, dtype)
 
 
-def describe(options: ExtractOptions, stage: Stage, facts: verifier.Verifier, upstream: dict[str, Any]) -> None:
+def describe(options: ExtractOptions, stage: Stage, facts: verifier.Verifier, traces: Path) -> None:
     """Print what a run would do, from manifests and JSON files only."""
+    from eagle3 import dryrun
     from eagle3.states import bytes_per_token
 
-    counts = upstream["counts"]
-    samples = counts["done"]
-    tokens = counts.get("prompt_tokens", 0) + counts.get("completion_tokens", 0)
-    if stage.common.limit and samples > stage.common.limit:
-        tokens = tokens * stage.common.limit // samples
-        samples = stage.common.limit
-    per_token = bytes_per_token(facts.hidden_size, options.extract.dtype)
-    needed = tokens * per_token
-    logger.info("reads   %s (%d samples, %s tokens)", stage.path_of(options.extract.traces, "01_traces"), samples,
-                f"{tokens:,}")
-    logger.info("verifier %s: %s, %d layers, hidden %d; captures %s", facts.folder, facts.architecture,
-                facts.num_layers, facts.hidden_size, facts.layers(options.model.layers))
-    logger.info("writes  %s: %s (%s a token, %s a sample on average; estimate)", stage.directory, log.size(needed),
-                log.size(per_token), log.size(needed / max(1, samples)))
-    logger.info("starts  %s backend, tensor parallel %d", options.extract.backend, options.engine.tensor_parallel_size)
-    require_free_disk(stage.directory, needed, f"{samples} samples")
+    extract, engine, plan = options.extract, options.engine, dryrun.DryRun(stage, facts.folder)
+    foreseen = None if extract.traces else dryrun.traces(stage, facts)
+    samples, tokens = dryrun.limited(stage.upstream(traces, "--traces", foreseen)["counts"], stage.common.limit)
+    layers = facts.layers(options.model.layers)
+    plan.say("reads", f"{traces}: {samples:,} samples, {tokens:,} tokens")
+    plan.say("model", f"{facts.folder}: {facts.architecture}, {facts.num_layers} layers, hidden {facts.hidden_size}; "
+             f"captures {layers}")
+    if extract.backend == "vllm":
+        plan.say("engine", plan.engine(engine))
+    per_token = bytes_per_token(facts.hidden_size, plan.dtype(extract.dtype, engine), len(layers))
+    needed, item = tokens * per_token, (per_token - 8) // (len(layers) * facts.hidden_size)
+    plan.say("writes", f"{stage.directory}: {log.size(needed)}, {log.size(needed / max(1, samples))} a sample; "
+             f"{per_token - 8:,} bytes a token ({len(layers)} x {facts.hidden_size} x {item}), 8 for its id (estimate)")
+    batch = max(extract.batch_tokens, extract.max_length)
+    if extract.backend == "vllm":
+        plan.say("starts", f"{engine.python or sys.executable} -m eagle3.capture, which loads vLLM with "
+                 + shlex.join([*engine.args, "--tensor-parallel-size", str(engine.tensor_parallel_size),
+                               "--max-model-len", str(extract.max_length + 1), "--max-num-batched-tokens", str(batch),
+                               "--enforce-eager", "--no-enable-prefix-caching"]))
+        plan.memory(engine, prefill=batch, cached=batch, why="one pass", more=2 * batch * per_token)
+    else:
+        plan.say("starts", "transformers in a process of its own, one sequence at a time")
+    if plan.known:
+        seconds = plan.known.load_s + plan.known.capture_seconds(tokens)
+        plan.time(seconds, f"{log.duration(plan.known.load_s)} for loading, then {plan.known.capture_rate:,.0f} tok/s, "
+                  f"as in {plan.known.name}")
+    plan.disk(stage.directory, needed, f"{samples} samples")
+    plan.end()
+    look_ahead(options, stage)
+
+
+def look_ahead(options: ExtractOptions, stage: Stage) -> dict[str, Any]:
+    """Look at what the engine needs, before it is started; return what the manifest says of it."""
+    if options.extract.backend != "vllm":
+        return {}
+    from eagle3 import preflight
+
+    return preflight.before_engine(options, stage)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ vLLM 0.16–0.32, SGLang 0.5.9–0.5.23 and speculators 0.9.
 
 from typing import TYPE_CHECKING, Any
 
+from eagle3 import versions
+
 if TYPE_CHECKING:
     from eagle3.shards import Entry
     from eagle3.verifier import Verifier
@@ -20,6 +22,7 @@ LLAMA_DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 LAYER_FIELDS = (*LLAMA_DEFAULTS, "num_key_value_heads", "head_dim")
 _DEFAULT_THETA = 10000.0
+_MLA_HEAD_DIM = 128
 # SGLang adds 1 to each nested id; for DeepSeek-type targets it does so up to 0.5.12, later only if the first is 1.
 NO_OFFSET = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "kimi_k25")
 _ALWAYS_ADDS_ONE_UP_TO = (0, 5, 12)
@@ -47,6 +50,40 @@ def flat_config(raw: dict[str, Any], tensors: "dict[str, Entry] | None" = None) 
     flat["num_aux_hidden_states"] = raw.get("num_aux_hidden_states") or (len(ids) if ids else by_shape)
     flat["dtype"] = _DTYPES.get(head.dtype if head else "", raw.get("dtype") or raw.get("torch_dtype") or "bfloat16")
     return flat
+
+
+def layer_shape(verifier: "Verifier", intermediate_size: int | None = None) -> dict[str, Any]:
+    """Return the drafter's Llama configuration as keyword arguments of transformers' LlamaConfig.
+
+    Heads follow the verifier. An MLA verifier's head sizes do not carry over: published drafters of that
+    family use plain heads of 128 with as many KV heads as heads, and plain RoPE with the verifier's theta
+    (YaRN's attention factor is read differently by transformers and vLLM, so it stays out).
+    """
+    config = verifier.config
+    heads = int(config["num_attention_heads"])
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    theta = float(rope.get("rope_theta") or config.get("rope_theta") or _DEFAULT_THETA)
+    if verifier.mla:
+        kv_heads, head_dim, rope = heads, _MLA_HEAD_DIM, {}
+    else:
+        kv_heads = int(config.get("num_key_value_heads") or heads)
+        head_dim = int(config.get("head_dim") or verifier.hidden_size // heads)
+    return {
+        "vocab_size": verifier.vocab_size,
+        "hidden_size": verifier.hidden_size,
+        "intermediate_size": intermediate_size or int(config["intermediate_size"]),
+        "num_hidden_layers": 1,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": verifier.max_positions,
+        "rms_norm_eps": verifier.rms_norm_eps,
+        "rope_parameters": {"rope_type": "default", **rope, "rope_theta": theta},
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+    }
 
 
 def rope_of(layer: dict[str, Any]) -> dict[str, Any]:
@@ -100,7 +137,7 @@ def captured_ids(config: dict[str, Any], engine: str, version: str | None, verif
 
 
 def _always_adds_one(version: str | None, verifier: "Verifier") -> bool:
-    old = version is not None and parse_version(version) <= _ALWAYS_ADDS_ONE_UP_TO
+    old = version is not None and versions.numbers(version) <= _ALWAYS_ADDS_ONE_UP_TO
     return old or verifier.model_type not in NO_OFFSET
 
 
@@ -153,13 +190,3 @@ def _speculators_part(
             "verifier": {"name_or_path": str(verifier.folder.resolve()), "architectures": [verifier.architecture]},
         },
     }
-
-
-def parse_version(version: str) -> tuple[int, ...]:
-    """Return the leading numbers of a version: 0.5.12.post1 is (0, 5, 12)."""
-    numbers = []
-    for part in version.split("."):
-        if not part.isdigit():
-            break
-        numbers.append(int(part))
-    return tuple(numbers)

@@ -41,3 +41,20 @@ def test_prompt_files_that_the_project_ships_exist(path):
         prompts = section.get("prompts", "")
         if prompts.startswith("prompts/"):
             assert (ROOT / prompts).is_file(), prompts
+
+
+def test_the_kimi_configuration_is_what_that_run_needs():
+    path = str(ROOT / "configs" / "kimi-k2.5.yaml")
+    parsed = {stage: config.parse(stage, ["--config", path], "") for stage in STAGE_OPTIONS}
+    generate, extract, vocab, train, export, benchmark = parsed.values()
+    assert generate.model.layers == [2, 30, 58, 60] and generate.engine.tensor_parallel_size == 8
+    assert generate.generate.reasoning == "required" and generate.model.trust_remote_code
+    # no reply is generated that stage 02 throws away or stage 04 cuts
+    assert generate.generate.max_model_len <= extract.extract.max_length <= train.train.batch_tokens
+    assert generate.generate.max_tokens <= generate.generate.max_model_len
+    seats = next(int(word.partition("=")[2]) for word in generate.engine.args if word.startswith("--max-num-seqs="))
+    assert max(benchmark.benchmark.concurrency) <= seats and generate.generate.concurrency <= seats
+    assert vocab.vocab.draft_vocab_size == 32_000 and vocab.vocab.from_checkpoint == train.train.init_from
+    chosen = train.train
+    assert (chosen.lr, chosen.warmup_ratio, chosen.ttt_steps, chosen.gpus) == (3e-5, 0.01, 3, 8)
+    assert export.export.serving_length == 262_144 and benchmark.benchmark.draft_tokens == [5, 10, 16]
