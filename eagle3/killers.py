@@ -7,8 +7,9 @@ headers and configurations; `eagle3.weightchecks` has those that read weights.
 from collections.abc import Callable
 from dataclasses import asdict
 
+from eagle3 import versions
 from eagle3.checkpoint import EMBEDDING, FROZEN, MAPPING, REQUIRED, Export, canonical_key, expected_shapes
-from eagle3.drafterconfig import IDS, LLAMA_DEFAULTS, NO_OFFSET, NORM_FLAGS, captured_ids, parse_version, rope_of
+from eagle3.drafterconfig import IDS, LLAMA_DEFAULTS, NO_OFFSET, NORM_FLAGS, captured_ids, rope_of
 from eagle3.findings import FAIL, OK, WARN, Finding
 from eagle3.weightchecks import VALUES
 
@@ -37,12 +38,13 @@ _HARMLESS = {
 
 def run(export: Export, *, values: bool = True) -> list[Finding]:
     """Return the findings of every check; without `values` those that need no weights read."""
-    findings = []
-    for check in (*HEADERS, *(VALUES if values else ())):
-        result = check(export)
-        reason = " ".join((check.__doc__ or "").split())
-        findings.append(Finding(**asdict(result) | {"name": check.__name__.replace("_", "-"), "reason": reason}))
-    return findings
+    return [finding_of(check, export) for check in (*HEADERS, *(VALUES if values else ()))]
+
+
+def finding_of(check: Callable[[Export], Finding], export: Export) -> Finding:
+    """Return what one check finds, under its name and with its reason."""
+    reason = " ".join((check.__doc__ or "").split())
+    return Finding(**asdict(check(export)) | {"name": check.__name__.replace("_", "-"), "reason": reason})
 
 
 # --- names, shapes ----------------------------------------------------------------------------------------
@@ -305,7 +307,7 @@ def engine_has_no_known_fault(export: Export) -> Finding:
 
 
 def _older(export: Export, version: tuple[int, ...]) -> bool:
-    return export.version is not None and parse_version(export.version) < version
+    return export.version is not None and versions.numbers(export.version) < version
 
 
 def _text(version: tuple[int, ...]) -> str:

@@ -20,18 +20,20 @@ _ECHO_EVERY_S = 30.0
 
 
 def command(
-    engine: EngineOptions, model_path: Path, port: int, extra_args: Sequence[str] = (), speculative: dict | None = None
+    engine: EngineOptions, model_path: Path, port: int, extra_args: Sequence[str] = (),
+    speculative: dict | None = None, *, for_cpu: bool = True,
 ) -> list[str]:
     """Return the command line of a server on 127.0.0.1.
 
     Args:
         speculative: {"model": drafter folder, "num_speculative_tokens": K}, K draft tokens in a chain.
+        for_cpu: look whether the engine runs on a CPU here, and add what that needs.
     """
     shared = ["--host", "127.0.0.1", "--port", str(port)]
     if engine.kind == "vllm":
         line = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(model_path), *shared]
         line += ["--tensor-parallel-size", str(engine.tensor_parallel_size)]
-        line += [*engines.cpu_args(engine, model_path), *engine.args, *extra_args]
+        line += [*(engines.cpu_args(engine, model_path) if for_cpu else []), *engine.args, *extra_args]
         if speculative:
             line += ["--speculative-config", json.dumps({"method": "eagle3"} | speculative)]
     else:
@@ -64,15 +66,16 @@ def serve(
         PreconditionError: no engine, port in use, the child ended (with the end of its log), another model
             answers, or the start-up time is over. Interrupted: a signal came while waiting.
     """
-    engines.check(engine, model_path)
-    port = _given_port([*engine.args, *extra_args]) or _free_port()
+    engines.check(engine)
+    port = given_port([*engine.args, *extra_args]) or _free_port()
     _require_free(port)
     log_path = stage.run_dir / "logs" / f"{label}-server.log"
     line = command(engine, model_path, port, extra_args, speculative)
     logger.info("starting %s for %s; its log: %s", engine.kind, label, log_path)
     logger.debug("engine command: %s", " ".join(line))
     started = time.monotonic()
-    with Child(line, log_path=log_path, env=engines.one_process_on_cpu(engine) | engines.default_env(engine)) as child:
+    on_cpu = engines.one_process_on_cpu(engine) | engines.mla_on_cpu_env(engine, model_path)
+    with Child(line, log_path=log_path, env=on_cpu | engines.default_env(engine)) as child:
         server = _wait_until_ready(engine, model_path, f"http://127.0.0.1:{port}", child, stage)
         logger.info("%s %s is ready after %s", server.kind, server.version, duration(time.monotonic() - started))
         yield server
@@ -104,7 +107,8 @@ def _wait_until_ready(engine: EngineOptions, model_path: Path, root: str, child:
         time.sleep(_POLL_S)
 
 
-def _given_port(arguments: Sequence[str]) -> int | None:
+def given_port(arguments: Sequence[str]) -> int | None:
+    """Return the port that an engine's arguments name, None when they leave it to us."""
     for i, argument in enumerate(arguments):
         value = argument.partition("=")[2] if argument.startswith("--port=") else ""
         if argument == "--port" and i + 1 < len(arguments):

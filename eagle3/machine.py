@@ -1,5 +1,6 @@
 """What the machine is: GPUs and who holds them, their links, disk, shared memory, limits. Asked, never changed."""
 
+import contextlib
 import os
 import pwd
 import re
@@ -12,11 +13,12 @@ from pathlib import Path
 
 _TIMEOUT_S = 20
 MIB = 1 << 20
+_LISTENING = "0A"  # as /proc/net/tcp writes it
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU as nvidia-smi describes it; memory in MiB, capability such as (9, 0)."""
+    """One GPU as nvidia-smi describes it; memory in MiB, capability such as (9, 0), uuid such as GPU-1f…"""
 
     index: int
     name: str
@@ -24,11 +26,12 @@ class Gpu:
     used_mib: int
     driver: str
     capability: tuple[int, int]
+    uuid: str = ""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """A process that holds GPU memory."""
+    """A process that holds GPU memory (`used_mib`) or a port."""
 
     pid: int
     used_mib: int
@@ -36,15 +39,31 @@ class Holder:
     command: str
 
 
-def gpus() -> list[Gpu]:
-    """Return the GPUs, none when there is no nvidia-smi or no GPU."""
-    fields = "index,name,memory.total,memory.used,driver_version,compute_cap"
+def gpus(visible: str | None = None) -> list[Gpu]:
+    """Return the GPUs, none when there is no nvidia-smi or no GPU.
+
+    Args:
+        visible: CUDA_VISIBLE_DEVICES, as the process that will use them sees it; default: this process's. Its order
+            is kept, and as in CUDA the first entry that names no GPU ends the list.
+    """
+    fields = "index,name,memory.total,memory.used,driver_version,compute_cap,uuid"
     found = []
     for row in _rows("--query-gpu=" + fields):
-        index, name, total, used, driver, capability = row
+        index, name, total, used, driver, capability, uuid = row
         major, _, minor = capability.partition(".")
-        found.append(Gpu(int(index), name, _number(total), _number(used), driver, (int(major), int(minor or 0))))
-    return found
+        found.append(Gpu(int(index), name, _number(total), _number(used), driver, (_number(major), _number(minor)),
+                         uuid))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") if visible is None else visible
+    if visible is None:
+        return found
+    chosen: list[Gpu] = []
+    for word in visible.split(","):
+        named = [gpu for gpu in found if word.strip() and (str(gpu.index) == word.strip()
+                                                           or gpu.uuid.startswith(word.strip()))]
+        if len(named) != 1:
+            break
+        chosen += named
+    return chosen
 
 
 def holders() -> list[Holder]:
@@ -59,6 +78,28 @@ def holders() -> list[Holder]:
 def has_nvlink() -> bool:
     """Say whether any two GPUs are joined by NVLink."""
     return bool(re.search(r"\bNV\d+\b", _smi("topo", "-m")))
+
+
+def port_holder(port: int) -> Holder | None:
+    """Return who listens on a TCP port, pid 0 when their processes cannot be seen from here; None if it is free."""
+    sockets = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError):
+            rows = [line.split() for line in Path(table).read_text(encoding="utf-8").splitlines()[1:]]
+            listening = [row for row in rows if row[3] == _LISTENING and int(row[1].rpartition(":")[2], 16) == port]
+            sockets |= {f"socket:[{row[9]}]" for row in listening}
+    if not sockets:
+        return None
+    for process in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if process.name.isdigit() and any(os.readlink(entry) in sockets for entry in (process / "fd").iterdir()):
+                return Holder(int(process.name), 0, *_process(int(process.name)))
+    return Holder(0, 0, "?", "?")
+
+
+def memory() -> int:
+    """Return the size of the RAM in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def shared_memory() -> int:
@@ -78,6 +119,11 @@ def free_disk(directory: Path) -> int:
 def open_file_limit() -> int:
     """Return how many files a process may open; the hard limit, since engines raise the soft one."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+
+
+def process_limit() -> int:
+    """Return how many processes and threads a user may have (-1: no limit)."""
+    return resource.getrlimit(resource.RLIMIT_NPROC)[0]
 
 
 def clock_skew(directory: Path) -> float:

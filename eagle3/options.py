@@ -51,6 +51,10 @@ class CommonOptions:
     run_dir: str = _common("", "directory of the run; each stage has a folder in it", path=True)
     out: str | None = _common(None, "write this stage's result here instead of into the run directory", path=True)
     dry_run: bool = _common(False, "print what would be read, written and launched, with estimates; change nothing")
+    preflight: bool = _common(
+        True, "look at machine, engine, model and drafter before an engine or training starts, and stop where it would "
+        "fail; --no-preflight only warns"
+    )
     print_config: bool = _common(False, "print the resolved configuration as YAML and stop")
     restart: bool = _common(False, "move an existing result aside (nothing is deleted) and start anew")
     limit: int | None = _common(None, "use only the first N inputs", unit="inputs", minimum=1)
@@ -189,6 +193,10 @@ class VocabSection:
 
     traces: str | None = option(None, "traces; default: the run's 01_traces", path=True, results=False)
     draft_vocab_size: int = option(32000, "tokens the drafter can propose", unit="tokens", minimum=1)
+    from_checkpoint: str | None = option(
+        None, "take the vocabulary of this published drafter instead of choosing one (for 04_train.py --init-from)",
+        path=True, results=False,  # its mapping itself is in the fingerprint
+    )
 
 
 @dataclass
@@ -197,6 +205,10 @@ class TrainSection:
 
     states: str | None = option(None, "hidden states; default: the run's 02_states", path=True, results=False)
     vocab: str | None = option(None, "vocabulary mapping; default: the run's 03_vocab", path=True, results=False)
+    init_from: str | None = option(
+        None, "begin with the weights of this published drafter, whose vocabulary stage 03 took with --from-checkpoint",
+        path=True,
+    )
     epochs: int = option(5, "passes over the training samples", minimum=1)
     lr: float = option(3e-5, "peak learning rate (AdamW)", minimum=0.0)
     warmup_ratio: float = option(0.01, "share of the steps with rising learning rate", minimum=0.0, maximum=1.0)
@@ -277,6 +289,10 @@ class BenchmarkSection:
     baseline_endpoint: str | None = option(None, "running server without drafter, instead of starting one")
     drafter_endpoint: str | None = option(None, "running server with drafter, instead of starting one")
     predict: bool = option(True, "predict the acceptance on these very replies (captures their hidden states)")
+    capture_python: str | None = option(
+        None, "interpreter with vLLM that captures those states when the engine is SGLang; default: this one",
+        path=True, results=False,
+    )
     request_timeout_s: float = option(600.0, "longest wait for one reply", unit="seconds", minimum=0.1, results=False)
 
 

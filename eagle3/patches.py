@@ -27,17 +27,17 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from eagle3 import files, patchfiles
 from eagle3.errors import PreconditionError, StageError
 from eagle3.installed import DISTRIBUTIONS, Installation, at_root, find
-from eagle3.patchfiles import base, numbers
+from eagle3.patchfiles import base
+from eagle3.versions import numbers
 
 # Beside the package, not in it: a folder left inside after an uninstall would still import as an empty package.
 ORIGINALS = ".eagle3-originals"
-_NOT_NEEDED_SINCE = {"vllm": "0.18.0", "sglang": "0.5.10"}
-_GOOD = ("applied", "not needed")
+NOT_NEEDED_SINCE = {"vllm": "0.18.0", "sglang": "0.5.10"}
+GOOD = ("applied", "not needed")
 
 
 @dataclass
@@ -77,13 +77,8 @@ def main(arguments: list[str]) -> int:
     else:
         option = ["--root", str(given.root)] if given.root else ["--python", given.python]
         print(_text(where, found, changed, option, given.command))
-    done = given.command == "revert" or all(entry.state in _GOOD for entry in found)
+    done = given.command == "revert" or all(entry.state in GOOD for entry in found)
     return 0 if done else 3
-
-
-def state(engine_python: str, engine: str = "vllm") -> list[dict[str, Any]]:
-    """Return where each patch stands in an interpreter, as JSON values for a manifest or the doctor."""
-    return [asdict(entry) for entry in survey(find(engine, engine_python))]
 
 
 def survey(where: Installation) -> list[PatchState]:
@@ -135,7 +130,7 @@ def _hashes(where: Installation) -> dict[str, dict[str, str]] | None:
 
 def _without_patches(where: Installation) -> tuple[str, str]:
     """Return (state, note) for a version that has no patches."""
-    since, covered = _NOT_NEEDED_SINCE[where.engine], patchfiles.versions(where.engine)
+    since, covered = NOT_NEEDED_SINCE[where.engine], patchfiles.versions(where.engine)
     if where.version and numbers(where.version) >= numbers(since):
         rest = "; settings mend what is listed below" if patchfiles.gates(where.engine, where.version) else ""
         return "not needed", f"since {since}{rest}"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eagle3 import files
+from eagle3.versions import numbers
 
 PATCHES = Path(__file__).resolve().parent.parent / "patches"
 
@@ -117,8 +118,3 @@ def gates(engine: str, version: str | None) -> list[dict[str, str]]:
 def base(version: str | None) -> str:
     """Return a version without its build: 0.16.0+cu129 has the Python files of 0.16.0."""
     return (version or "").split("+")[0]
-
-
-def numbers(version: str | None) -> list[int]:
-    """Return the leading numbers of a version, to compare: 0.17.1 → [0, 17, 1]."""
-    return [int(number) for number in re.findall(r"\d+", base(version))[:3]]

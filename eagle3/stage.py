@@ -63,11 +63,17 @@ class Stage:
         """Return a named input's path: the option's value, else `default` inside the run directory."""
         return Path(given) if given else self.run_dir / default
 
-    def upstream(self, directory: Path, option: str) -> dict[str, Any]:
+    def upstream(
+        self, directory: Path, option: str, planned: Callable[[], dict[str, Any] | None] | None = None
+    ) -> dict[str, Any]:
         """Return the manifest of a finished upstream stage.
 
+        Args:
+            planned: for a dry run before that stage has run at all: what of its manifest can be foreseen.
         Raises PreconditionError when there is none or the stage has not completed.
         """
+        if self.common.dry_run and planned and not directory.exists() and (foreseen := planned()):
+            return foreseen
         producer = next((f"{s}.py" for s, (name, _) in STAGES.items() if directory.name.startswith(name)), "")
         fix = f"run {producer or 'the stage that makes it'} first, or name another with {option}"
         if not (directory / "manifest.json").is_file():
@@ -185,6 +191,12 @@ class Stage:
         self.manifest["seconds"]["this_run"] = round(spent, 1)
         with contextlib.suppress(OSError, StageError):
             self._save()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether a complete result lies there, which `open` may yet find stale or damaged."""
+        path = self.directory / "manifest.json"
+        return path.exists() and not self.common.restart and files.read_json(path).get("status") == "complete"
 
     @property
     def signal(self) -> int | None:

@@ -219,7 +219,7 @@ def test_the_plan_is_refused_when_the_disk_is_too_small(tiny_model, tmp_path):
         "status": "complete", "fingerprint": "f", "counts": {"done": 100_000, "prompt_tokens": 0,
                                                              "completion_tokens": 100_000 * 2048}}))
     refused = run_stage("02_extract_hidden_states.py", "--run-dir", tmp_path / "run", "--model", big, "--dry-run",
-                        check=3)
+                        "--dtype", "bfloat16", check=3)
     assert "6.7 TB" in refused.stderr and "the disk is too small" in refused.stderr
     assert not (tmp_path / "run" / "02_states").exists()
 

@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 
 from eagle3 import checkpoint, drafter, drafterconfig, files, findings, killers, shards, trainstate, verifier, vocab
 from eagle3.errors import PreconditionError
+from eagle3.versions import numbers
 
 LAYERS = [2, 4, 5, 7]
 IDS = drafterconfig.IDS
@@ -111,6 +112,7 @@ def test_the_export_is_bit_identical_and_loads_again(trained, tiny_model, facts,
     assert torch.equal(model.fc.weight.bfloat16(), load_file(best / shards.SINGLE)["fc.weight"])
     assert manifest(out)["counts"] == {"expected": 15, "done": 15, "removed": 0}
     assert {check["status"] for check in manifest(out)["checks"]} == {"ok"}
+    assert manifest(out)["trained"] == {"ids": LAYERS[:-1], "here": True} and manifest(out)["patches"] == []
     assert "complete already" in export(trained, tiny_model, "--out", out).stderr
     changed = export(trained, tiny_model, "--out", out, "--to", "sglang", check=3)
     assert "export.to" in changed.stderr
@@ -492,7 +494,7 @@ def sglang(request):
         wanted = "sglang" if request.param == "newest" else f"sglang=={request.param}"
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), wanted]
         subprocess.run(command, check=True, timeout=300)
-    wheel = max(folder.glob("*.whl"), key=lambda path: drafterconfig.parse_version(path.name.split("-")[1]))
+    wheel = max(folder.glob("*.whl"), key=lambda path: numbers(path.name.split("-")[1]))
     archive = zipfile.ZipFile(wheel)
     return SimpleNamespace(version=wheel.name.split("-")[1],
                            source=lambda module: archive.read(f"{module.replace('.', '/')}.py").decode())
@@ -506,7 +508,7 @@ def test_sglang_consumes_every_tensor_and_every_weight_is_filled(sglang, publish
         with real_loader(sglang) as (model_class, calls):
             model = model_class(copy.deepcopy(config))
             skipped, weights = feed(model, published, table, calls)
-        old = stale and drafterconfig.parse_version(sglang.version) < (0, 5, 12)
+        old = stale and numbers(sglang.version) < (0, 5, 12)
         layer = {name for name in weights if name.startswith("layers.0.")}
         assert skipped == {"t2d"} | (layer if old else set())  # SGLang's code says `continue` for t2d
         random = {name for name, parameter in model.named_parameters() if parameter.isnan().any()}
@@ -699,6 +701,7 @@ def test_smoke_fails_below_the_given_acceptance(trained, tiny_model, tmp_path, m
                       python, "--engine-env", json.dumps({"FAKE_LOG": str(log)}), *more, check=check)
 
     python = install(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("FAKE_METRICS", "no")
     blind = smoke(check=3)
     assert "the engine does not count" in blind.stderr and manifest(tmp_path / "out")["status"] == "failed"

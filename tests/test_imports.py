@@ -96,7 +96,7 @@ def test_every_script_is_a_stage():
 
 
 HELPS = {stem: [str(path)] for stem, path in SCRIPTS.items()}
-HELPS |= {f"eagle3.{room}": ["-m", f"eagle3.{room}"] for room in ("status", "embedded", "doctor", "patches",
+HELPS |= {f"eagle3.{room}": ["-m", f"eagle3.{room}"] for room in ("status", "embedded", "doctor", "patches", "report",
                                                                         "datareport")}
 
 
