@@ -16,7 +16,7 @@ Needs   an engine; a server is started once for the verifier and once for each d
 """
 
 import contextlib
-import time
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ from typing import Any
 from eagle3 import files
 from eagle3.errors import PreconditionError, UsageError
 from eagle3.log import duration, logger
-from eagle3.options import BenchmarkOptions
+from eagle3.options import BenchmarkOptions, EngineOptions
 from eagle3.script import main
 from eagle3.stage import Stage
 
@@ -39,6 +39,7 @@ class Plan:
     Attributes:
         prompts: `Prompt`s to ask. drafter: folder, or None when only an attached server knows it.
         counts: draft-token counts, BASELINE first. inputs: identity of each input by name.
+        capture: the vLLM that captures the replies' states for the prediction; None for no prediction.
     """
 
     prompts: list[Any]
@@ -46,22 +47,26 @@ class Plan:
     drafter: Path | None
     counts: list[int]
     inputs: dict[str, Any]
+    capture: EngineOptions | None = None
 
 
 def run(options: BenchmarkOptions, stage: Stage) -> None:
     """Measure each server at each concurrency, predict, compare, report."""
-    plan = make_plan(options, stage)
     if options.common.dry_run:
-        describe(options, plan)
+        describe(options, stage)
         return
-    if not stage.open(inputs=plan.inputs):
+    plan = make_plan(options, stage)
+    if not stage.open(inputs=plan.inputs, holds=lambda: any((stage.directory / "runs").glob("*"))):
         return
+    stage.manifest.update(look_ahead(options, stage, plan))
     from eagle3 import measurements
 
     runs = [run for count in plan.counts for run in measure_server(options, stage, plan, count)]
-    for count in plan.counts[1:]:
-        predict(options, stage, plan, [run for run in runs if run["draft_tokens"] == count])
     measurements.compare(stage.directory, runs, greedy=options.benchmark.temperature == 0)
+    first = options.benchmark.concurrency[0]  # acceptance at temperature 0 does not depend on it
+    if plan.capture and plan.drafter:
+        drafted = [run for run in runs if run["draft_tokens"] and run["concurrency"] == first]
+        measurements.predict(stage, options.model, plan.capture, plan.drafter, drafted, baseline=name_of(0, first))
     results = {
         "schema_version": SCHEMA_VERSION,
         "model": {"path": str(plan.model), "identity": files.sha256_json(plan.inputs["model"])},
@@ -84,8 +89,8 @@ def run(options: BenchmarkOptions, stage: Stage) -> None:
     )
 
 
-def make_plan(options: BenchmarkOptions, stage: Stage) -> Plan:
-    """Check everything that can be checked before a server is started."""
+def make_plan(options: BenchmarkOptions, stage: Stage, dry: Any = None) -> Plan:
+    """Check everything that can be checked before a server is started; `dry` is the dry run that this is for."""
     from eagle3 import engines, prompts
     from eagle3.measurements import BASELINE
 
@@ -107,13 +112,32 @@ def make_plan(options: BenchmarkOptions, stage: Stage) -> Plan:
     asked = prompts.read_prompts(Path(section.prompts), options.common.limit)
     model, drafter = Path(options.model.path), find_drafter(options, stage)
     attached = section.baseline_endpoint and section.drafter_endpoint
+    version = dry.engine(options.engine, model) if dry else engines.engine_version(options.engine)
     inputs = {
         "model": files.model_identity(model),
-        "drafter": files.model_identity(drafter) if drafter else "attached",
+        "drafter": files.model_identity(drafter) if drafter and drafter.exists() else "attached",
         "prompts": files.sha256_json([[prompt.id, prompt.messages, prompt.tools] for prompt in asked]),
-        "engine": "attached" if attached else engines.check(options.engine, model),
+        "engine": "attached" if attached else version,
     }
-    return Plan(asked, model, drafter, [BASELINE, *section.draft_tokens], inputs)
+    capture = capture_engine(options) if drafter else None
+    return Plan(asked, model, drafter, [BASELINE, *section.draft_tokens], inputs, capture)
+
+
+def capture_engine(options: BenchmarkOptions) -> EngineOptions | None:
+    """Return the vLLM with which acceptance is predicted, None when it is not to be or cannot be."""
+    from eagle3 import engines
+
+    section = options.benchmark
+    if not section.predict or section.temperature > 0:
+        return None
+    if options.engine.kind == "vllm":
+        return options.engine
+    engine = dataclasses.replace(options.engine, kind="vllm", python=section.capture_python, args=[], env={})
+    if engines.engine_version(engine) is None:
+        logger.warning("the acceptance will not be predicted: there is no vLLM to capture states with in %s; name an "
+                       "interpreter that has it with --capture-python", engines.interpreter(engine))
+        return None
+    return engine
 
 
 def find_drafter(options: BenchmarkOptions, stage: Stage) -> Path | None:
@@ -125,7 +149,9 @@ def find_drafter(options: BenchmarkOptions, stage: Stage) -> Path | None:
         logger.warning("no drafter folder: the acceptance of the attached server cannot be predicted")
         return None
     else:
-        stage.upstream(default.parent, "--drafter")
+        exported = stage.upstream(default.parent, "--drafter", lambda: {"status": "not exported yet"})
+        if exported["status"] != "complete":
+            return default  # of a dry run, before there is one
         drafter = default
     for name in ("config.json", "model.safetensors"):
         if not (drafter / name).is_file():
@@ -135,13 +161,45 @@ def find_drafter(options: BenchmarkOptions, stage: Stage) -> Path | None:
     return drafter
 
 
-def describe(options: BenchmarkOptions, plan: Plan) -> None:
+def describe(options: BenchmarkOptions, stage: Stage) -> None:
     """Print what a run would start and ask."""
-    section = options.benchmark
+    from eagle3.dryrun import DryRun
+
+    section, dry = options.benchmark, DryRun(stage, options.model.path)
+    plan = make_plan(options, stage, dry)
     requests = len(plan.prompts) * len(plan.counts) * len(section.concurrency)
-    logger.info("verifier %s, drafter %s", plan.model, plan.drafter)
-    logger.info("servers: %s", ", ".join(name_of(count) for count in plan.counts))
-    logger.info("%d requests, at most %d tokens (estimate)", requests, requests * section.max_tokens)
+    missing = "" if not plan.drafter or plan.drafter.exists() else ", which has not been exported yet"
+    dry.say("reads", f"{len(plan.prompts)} prompts of {section.prompts}; verifier {plan.model}, drafter "
+            f"{plan.drafter or 'of the attached server'}{missing}")
+    dry.say("asks", f"{requests} requests, at most {requests * section.max_tokens:,} tokens (estimate); writes "
+            f"{stage.directory}")
+    dry.say("engine", plan.inputs["engine"])
+    started = [count for count in plan.counts
+               if not (section.drafter_endpoint if count else section.baseline_endpoint)]
+    for count in started:
+        dry.say("starts", f"{name_of(count)}: {dry.server(options.engine, *server_words(options, plan, count))}")
+    longest, most = section.max_tokens, max(section.concurrency)
+    dry.memory(options.engine, prefill=8192, cached=most * longest, why=f"{most} requests of {longest:,}")
+    captures = 1 if plan.capture else 0
+    if dry.known:
+        loads = len(started) + captures
+        dry.time(loads * dry.known.load_s, f"{loads} loads of the verifier ({len(started)} servers, {captures} for the "
+                 f"prediction), {duration(dry.known.load_s)} each as in {dry.known.name}; without the requests")
+    dry.end()
+    look_ahead(options, stage, plan)
+
+
+def look_ahead(options: BenchmarkOptions, stage: Stage, plan: Plan) -> dict[str, Any]:
+    """Look at what the servers and the drafter need, before any of them starts; return the manifest's words on it."""
+    section = options.benchmark
+    if section.baseline_endpoint and section.drafter_endpoint:
+        return {}
+    from eagle3 import preflight
+
+    speculates = not section.drafter_endpoint
+    drafter = plan.drafter if speculates and plan.drafter and plan.drafter.exists() else None
+    return preflight.before_engine(options, stage, speculates=speculates, drafter=drafter,
+                                   serve_args=section.serve_args)
 
 
 # --- measuring --------------------------------------------------------------------------------------------
@@ -177,16 +235,13 @@ def measure_server(options: BenchmarkOptions, stage: Stage, plan: Plan, draft_to
 @contextlib.contextmanager
 def serving(options: BenchmarkOptions, stage: Stage, plan: Plan, draft_tokens: int) -> Iterator[Any]:
     """Yield the server for a draft-token count: the attached one, else one that is started for it."""
-    from eagle3 import engines, launch, servers
+    from eagle3 import launch, servers
 
     endpoint = options.benchmark.drafter_endpoint if draft_tokens else options.benchmark.baseline_endpoint
     if endpoint:
         yield servers.attach(endpoint, plan.model)
         return
-    arguments = [*engines.no_prefix_caching(options.engine), *options.benchmark.serve_args]
-    if options.model.trust_remote_code:
-        arguments.append("--trust-remote-code")
-    speculative = {"model": str(plan.drafter), "num_speculative_tokens": draft_tokens} if draft_tokens else None
+    arguments, speculative = server_words(options, plan, draft_tokens)
     label = f"{stage.directory.name}-{name_of(draft_tokens)}"
     with launch.serve(
         options.engine, plan.model, stage=stage, label=label, extra_args=arguments, speculative=speculative
@@ -194,42 +249,17 @@ def serving(options: BenchmarkOptions, stage: Stage, plan: Plan, draft_tokens: i
         yield server
 
 
+def server_words(options: BenchmarkOptions, plan: Plan, draft_tokens: int) -> tuple[list[str], dict[str, Any] | None]:
+    """Return the server's arguments besides engine.args, and what it is told of the drafter."""
+    from eagle3 import engines
+
+    arguments = [*engines.no_prefix_caching(options.engine), *options.benchmark.serve_args]
+    if options.model.trust_remote_code:
+        arguments.append("--trust-remote-code")
+    return arguments, ({"model": str(plan.drafter), "num_speculative_tokens": draft_tokens} if draft_tokens else None)
+
+
 # --- afterwards -------------------------------------------------------------------------------------------
-
-
-def predict(options: BenchmarkOptions, stage: Stage, plan: Plan, runs: list[dict[str, Any]]) -> None:
-    """Set `predicted` and `difference` of the first run: the acceptance walked offline on its very replies."""
-    from eagle3.measurements import replies_of
-
-    run, section = runs[0], options.benchmark
-    if not section.predict or section.temperature > 0 or plan.drafter is None:
-        return
-    replies = [
-        (reply["prompt_token_ids"], reply["completion_token_ids"])
-        for reply in replies_of(stage.directory, run)
-        if reply["prompt_token_ids"] and len(reply["completion_token_ids"]) > 1
-    ]
-    if not replies:
-        logger.warning("no token ids, or only replies of one token: the acceptance cannot be predicted")
-        return
-    path = stage.directory / "runs" / f"predicted_{run['name']}.json"
-    basis = {"fingerprint": run["fingerprint"], "replies": run["replies"]}
-    stored = files.read_json(path) if path.exists() else {}
-    if {name: stored.get(name) for name in basis} != basis:
-        from eagle3.acceptance import predict_for_replies
-
-        stage.check_stop()
-        logger.info("predicting the acceptance of %s on %d replies", run["name"], len(replies))
-        started = time.monotonic()
-        walk = predict_for_replies(
-            stage=stage, options=options, drafter=plan.drafter, replies=replies, draft_tokens=run["draft_tokens"]
-        )
-        stored = basis | {"length": walk.length, "by_position": list(walk.by_position), "rounds": walk.rounds}
-        files.write_json(path, stored)
-        logger.info("predicted after %s", duration(time.monotonic() - started))
-    run["predicted"] = {name: stored[name] for name in ("length", "by_position", "rounds")}
-    if run["acceptance"]:
-        run["difference"] = run["predicted"]["length"] - run["acceptance"]["length"]
 
 
 def publish(directory: Path, results: dict[str, Any]) -> dict[str, Path]:

@@ -5,20 +5,16 @@ walk does what the engine does: from the last known token draft k tokens, accept
 take one token from the verifier, go on from there. Valid for greedy output of this verifier on this engine.
 """
 
-import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from eagle3 import drafter as drafters
 from eagle3 import ttt
-from eagle3 import verifier as verifiers
 from eagle3.batches import Batch, TrainingSample, collate
-from eagle3.states import Sample, StateStore
+from eagle3.states import StateStore
 
 
 @dataclass
@@ -135,43 +131,3 @@ def predict(
             drafted, _ = ttt.draft(model, batch.to(weight.device, weight.dtype), draft_tokens)
         total.add(walk_batch(batch, members, drafted, draft_tokens))
     return total
-
-
-def predict_for_replies(*, stage: Any, options: Any, drafter: Path, replies: list[tuple[list[int], list[int]]],
-                        draft_tokens: int | list[int]) -> Any:
-    """Predict the acceptance on replies that an engine has just produced.
-
-    Captures their hidden states with the same engine, then walks them with the exported drafter.
-
-    Args:
-        replies: (prompt ids, completion ids) of each reply.
-        draft_tokens: k, or several; the states are captured once.
-    Returns:
-        Acceptance, or {k: Acceptance} for a list.
-    """
-    from eagle3.extraction import Capture, batches, resolve_dtype
-
-    counts = [draft_tokens] if isinstance(draft_tokens, int) else draft_tokens
-    facts = verifiers.read(Path(options.model.path))
-    store = StateStore(stage.directory / ".predict_states")
-    shutil.rmtree(store.directory, ignore_errors=True)
-    samples = [Sample(k, str(k), "", [*prompt, *reply], [0] * len(prompt) + [1] * len(reply))
-               for k, (prompt, reply) in enumerate(replies) if len(reply) > 1]
-    longest = max(len(sample.input_ids) for sample in samples)
-    entries: dict[int, dict[str, Any]] = {}
-    with Capture(stage, options.model, options.engine, store, backend="vllm",
-                 dtype=resolve_dtype("auto", options.engine),
-                 max_length=longest, batch_tokens=max(2048, longest)) as child:
-        for group in batches(samples, max(2048, longest)):
-            stage.check_stop()
-            entries |= {entry["i"]: entry for entry in child.run(group)}
-    model = drafters.load(drafter, facts)
-    result = {k: Acceptance(0, [0] * k) for k in counts}
-    for sample in samples:
-        member = TrainingSample(sample.i, entries[sample.i].get("sha256", ""),
-                                np.asarray(sample.loss_mask, dtype=bool))
-        for k in counts:
-            result[k].add(predict(model, store, [[member]], len(sample.input_ids), k))
-    shutil.rmtree(store.directory, ignore_errors=True)
-    return result[counts[0]] if isinstance(draft_tokens, int) else result
-

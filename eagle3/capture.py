@@ -217,6 +217,7 @@ class VllmBackend:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         from vllm import LLM, SamplingParams
 
+        _let_llvmlite_be_looked_at()
         self.llm = LLM(**engine_arguments(settings))
         self.sampling = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
         self.path = next(filter(None, self.llm.collective_rpc("capture_start", args=(json.dumps(settings),))))
@@ -229,6 +230,26 @@ class VllmBackend:
         replies = self.llm.collective_rpc("capture_collect", args=(json.dumps({"jobs": jobs, "write": wanted}),))
         entries = json.loads(next(filter(None, replies)))
         return [entry | {"next_token": int(next_tokens[entry["i"]])} for entry in entries]
+
+
+def _let_llvmlite_be_looked_at() -> None:
+    """Keep vLLM on CPUs from failing where numba is loaded in its own process, as it is for Kimi-K2.5.
+
+    vLLM 0.32 reads the `__dict__` of every object in every module; llvmlite's handle of its library has none, but
+    answers any name, that one too, with a function.
+    """
+    try:
+        from llvmlite.binding.ffi import lib
+    except ImportError:
+        return
+    handle, found = type(lib), type(lib).__getattr__
+
+    def symbols_only(self: Any, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return found(self, name)
+
+    handle.__getattr__ = symbols_only
 
 
 def engine_arguments(settings: dict[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,11 @@
 """Tables, plots and the report page of a benchmark, from its results.json alone.
 
   python -m eagle3.report runs/smollm2/06_bench
+
+Prints acceptance and speed as tables and writes report.html, acceptance.png and throughput.png beside results.json.
 """
 
+import argparse
 import base64
 import html
 import sys
@@ -10,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3 import files, log
-from eagle3.errors import PreconditionError, StageError, UsageError
+from eagle3.errors import PreconditionError, StageError
 from eagle3.log import logger
 
 _SCHEMA_VERSION = 1
@@ -74,9 +77,17 @@ def speed_table(results: dict[str, Any]) -> Table:
             f"{run['speedup']:.2f}×" if run.get("speedup") else _ABSENT,
             " / ".join(f"{latency[name]:.2f}" for name in ("mean", "median", "p95")),
             " / ".join(f"{1000 * token[name]:.1f}" for name in ("mean", "median", "p95")),
-            f"{lossless['identical']} of {lossless['replies']}" if lossless else _ABSENT,
+            _same_replies(lossless) if lossless else _ABSENT,
         ])
     return head, rows
+
+
+def _same_replies(lossless: dict[str, Any]) -> str:
+    """Return how many replies are the verifier's own and, where it was judged, how many of the others part by noise."""
+    margins = lossless.get("margins", {}).values()
+    noise = sum(each["within_noise"] for each in margins)
+    judged = f" ({noise} of the other {len(margins)} part within bf16 noise)" if margins else ""
+    return f"{lossless['identical']} of {lossless['replies']}{judged}"
 
 
 def acceptance_table(results: dict[str, Any]) -> Table:
@@ -211,13 +222,15 @@ def _html_table(head: list[str], rows: list[list[str]]) -> str:
     return f"<table>{line(head, 'th')}{''.join(line(row, 'td') for row in rows)}</table>"
 
 
-def main(argv: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Render a results directory again and print its tables; return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m eagle3.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("directory", type=Path, help="folder of stage 06 with results.json; report and plots go there")
+    directory = parser.parse_args(arguments).directory
     log.set_up(None, "info")
     try:
-        if len(argv) != 2 or argv[1].startswith("-"):
-            raise UsageError("needs one directory", fix="python -m eagle3.report runs/NAME/06_bench")
-        directory = Path(argv[1])
         made = render(directory)
         print(text_table(load(directory)))
         logger.info("wrote %s", ", ".join(str(path) for path in made))
@@ -228,4 +241,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    sys.exit(main(sys.argv[1:]))

@@ -168,6 +168,13 @@ class TeacherHead:
 
     def next_tokens(self, teacher_states: "torch.Tensor") -> "torch.Tensor":
         """Return the most likely next token [n] of teacher states [n, H] (RMSNorm, then the head)."""
+        return (self.normed(teacher_states).to(self._head.dtype) @ self._head.T).float().argmax(-1)
+
+    def normed(self, teacher_states: "torch.Tensor") -> "torch.Tensor":
+        """Return teacher states [n, H] after the final norm, in float32."""
         states = teacher_states.float()
-        normed = states * (states.pow(2).mean(-1, keepdim=True) + self._eps).rsqrt() * self._norm
-        return (normed.to(self._head.dtype) @ self._head.T).float().argmax(-1)
+        return states * (states.pow(2).mean(-1, keepdim=True) + self._eps).rsqrt() * self._norm
+
+    def rows(self, tokens: list[int]) -> "torch.Tensor":
+        """Return the head's rows [n, H] of tokens, in float32."""
+        return self._head[tokens].float()

@@ -16,6 +16,7 @@ import pytest
 from fake_engine import install
 
 from eagle3 import files, launch, measurements, report
+from eagle3.acceptance import Acceptance
 from eagle3.options import BenchmarkOptions, EngineOptions
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,7 +50,7 @@ def bench(tmp_path, monkeypatch):
             sys.executable, "06_benchmark.py", "--model", str(tmp_path / "verifier"), "--prompts",
             str(tmp_path / "prompts.jsonl"), "--run-dir", str(tmp_path / "run"), "--engine-python", python,
             "--drafter", str(tmp_path / "drafter"), "--concurrency", "1", "4", "--max-tokens", "20",
-            "--no-predict", "--engine-env", json.dumps(engine_env), *arguments,
+            "--no-predict", "--no-preflight", "--engine-env", json.dumps(engine_env), *arguments,
         ]  # fmt: skip
 
     def run(*arguments, **env):
@@ -212,40 +213,80 @@ def test_no_key_is_written_anywhere(bench, monkeypatch):
 # --- prediction and comparison ----------------------------------------------------------------------------
 
 
-def test_prediction_is_made_on_the_measured_replies_and_kept(tmp_path, monkeypatch):
-    module, calls = script(), []
+def test_predictions_are_made_on_the_measured_replies_at_once_and_kept(tmp_path, monkeypatch):
+    calls = []
 
-    def predict_for_replies(*, stage, options, drafter, replies, draft_tokens):
-        calls.append((drafter, replies, draft_tokens))
-        return SimpleNamespace(length=2.4, by_position=[0.8, 0.6], rounds=7)
+    def predict_measurements(stage, model, engine, drafter, measured):
+        calls.append((drafter, measured))
+        return {name: (Acceptance(7, [5, 4]), {"b": {"margin": 0.1, "within_noise": True}}) for name in measured}
 
-    fake = types.ModuleType("eagle3.acceptance")
-    fake.predict_for_replies = predict_for_replies
-    monkeypatch.setitem(sys.modules, "eagle3.acceptance", fake)
-    reply = {"id": "a", "text": "", "prompt_token_ids": [1], "completion_token_ids": [2, 3]}
-    files.write_bytes(tmp_path / "replies_drafter-2_c1.jsonl", files.encode_line(reply))
+    fake = types.ModuleType("eagle3.prediction")
+    fake.predict_measurements = predict_measurements
+    monkeypatch.setitem(sys.modules, "eagle3.prediction", fake)
+
+    def write(name, *completions):
+        replies = [{"id": key, "text": "", "prompt_token_ids": [1], "completion_token_ids": ids}
+                   for key, ids in zip("abc", completions, strict=True)]
+        files.write_bytes(tmp_path / f"replies_{name}.jsonl", b"".join(map(files.encode_line, replies)))
+
+    write("baseline_c1", [2, 3], [2, 3, 4], [2])
+    write("drafter-2_c1", [2, 3], [2, 9, 9], [2])
+    write("drafter-4_c1", [2, 3], [2, 3, 4], [2])
     stage = SimpleNamespace(directory=tmp_path, check_stop=lambda: None)
-    plan = module.Plan(prompts=[], model=tmp_path, drafter=Path("d"), counts=[0, 2], inputs={})
 
     def predicted(**changes):
-        run = {"name": "drafter-2_c1", "draft_tokens": 2, "fingerprint": "f", "replies": "r",
-               "acceptance": {"length": 2.5}} | changes
-        module.predict(BenchmarkOptions(), stage, plan, [run])
-        return run
+        runs = [{"name": f"drafter-{count}_c1", "draft_tokens": count, "fingerprint": "f", "replies": "r",
+                 "concurrency": 1, "acceptance": {"length": 2.0}, "lossless": {"first_difference": parted}} | changes
+                for count, parted in ((2, {"b": 1}), (4, {}))]
+        options = BenchmarkOptions()
+        measurements.predict(stage, options.model, options.engine, Path("d"), runs, baseline="baseline_c1")
+        return runs
 
-    run = predicted()
-    assert calls == [(Path("d"), [([1], [2, 3])], 2)]
-    assert run["predicted"] == {"length": 2.4, "by_position": [0.8, 0.6], "rounds": 7}
-    assert run["difference"] == pytest.approx(-0.1)
-    predicted()
-    assert len(calls) == 1
-    assert "difference" not in predicted(acceptance=None)
+    runs = predicted()
+    replies = [([1], [2, 3]), ([1], [2, 9, 9])]
+    assert calls == [(Path("d"), {
+        "drafter-2_c1": measurements.Measured(2, ["a", "b"], replies, {1: (1, 3)}),
+        "drafter-4_c1": measurements.Measured(4, ["a", "b"], [replies[0], ([1], [2, 3, 4])], {})})]
+    assert runs[0]["predicted"] == {"length": pytest.approx(1 + 9 / 7), "by_position": [5 / 7, 4 / 7], "rounds": 7}
+    assert runs[0]["difference"] == pytest.approx(9 / 7 - 1)
+    assert runs[0]["lossless"]["margins"]["b"]["within_noise"]
+    assert predicted()[0] == runs[0] and len(calls) == 1
+    assert "difference" not in predicted(acceptance=None)[0]
     predicted(replies="measured again")
     assert len(calls) == 2
-    sampled = BenchmarkOptions()
-    sampled.benchmark.temperature = 0.7
-    module.predict(sampled, stage, plan, [{"name": "drafter-2_c1"}])
-    assert len(calls) == 2
+
+
+def test_states_for_the_prediction_come_from_a_vllm():
+    module, options = script(), BenchmarkOptions()
+    assert module.capture_engine(options) is options.engine
+    options.benchmark.temperature = 0.7
+    assert module.capture_engine(options) is None
+    options.benchmark.temperature = 0.0
+    options.engine.kind, options.engine.args = "sglang", ["--attention-backend", "triton"]
+    found = module.capture_engine(options)  # this interpreter has it
+    assert (found.kind, found.args) == ("vllm", [])
+    options.benchmark.capture_python = "/usr/bin/python3"
+    assert module.capture_engine(options) is None
+
+
+def test_a_margin_is_noise_when_rounding_could_have_turned_it(tiny_model):
+    import torch
+
+    from eagle3 import prediction, verifier
+
+    facts = verifier.read(tiny_model)
+    head = verifier.TeacherHead(facts)
+    state = torch.randn(facts.hidden_size, generator=torch.Generator().manual_seed(0))
+    normed = head.normed(state[None])[0]
+    logits = normed @ head.rows(list(range(facts.vocab_size))).T
+    first, last = int(logits.argmax()), int(logits.argmin())
+    far = prediction.margin(head, state, first, last)
+    assert far["margin"] == pytest.approx(float(logits[first] - logits[last]), rel=1e-5) and not far["within_noise"]
+    assert prediction.margin(head, state, first, first)["within_noise"]
+    # the noise is what relative errors of 1% in the state really do to the difference
+    shaken = normed + 0.01 * normed.norm() / len(normed) ** 0.5 * torch.randn(4000, len(normed))
+    apart = head.rows([first])[0] - head.rows([last])[0]
+    assert far["noise"] == pytest.approx(float((shaken @ apart).std()), rel=0.1)
 
 
 def test_agreement_finds_the_first_difference():
@@ -315,4 +356,6 @@ def test_report_refuses_what_it_does_not_know(tmp_path):
     files.write_json(tmp_path / "results.json", hand_made_results() | {"schema_version": 99})
     result = render_again(tmp_path)
     assert result.returncode == 3 and "schema version" in result.stderr and not (tmp_path / "report.html").exists()
-    assert report.main(["eagle3.report"]) == 2
+    with pytest.raises(SystemExit) as wrong:
+        report.main([])
+    assert wrong.value.code == 2
