@@ -21,7 +21,7 @@ check() {
 quick='not engine and not gpu'
 if nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then quick='not engine'; fi
 check ruff check .
-check mypy eagle3 0*.py
+check mypy eagle3 tiny_kimi 0*.py
 check pytest -m "$quick"
 check pytest -m engine
 

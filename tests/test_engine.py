@@ -142,3 +142,34 @@ def test_the_whole_pipeline_and_a_second_run(smollm, tmp_path):
 
     second = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ)
     assert second.returncode == 0 and second.stderr.count("complete already") == len(stages), second.stderr[-4000:]
+
+
+def test_the_tiny_kimi_reasons_and_its_drafter_is_accepted(tmp_path):
+    """MLA, experts, the multimodal wrapper, a reasoning parser: the big one's path, held to the figures it promises."""
+    config = yaml.safe_load((ROOT / "configs" / "tiny-kimi.yaml").read_text())
+    lines = {name: (ROOT / config[name]["prompts"]).read_text().splitlines(keepends=True)
+             for name in ("generate", "benchmark")}
+    for name, count in (("generate", 300), ("benchmark", 44)):
+        config[name]["prompts"] = str(tmp_path / f"{name}.jsonl")
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines[name][:count]))
+    path, run_dir = tmp_path / "tiny.yaml", tmp_path / "run"
+    path.write_text(yaml.safe_dump(config))
+    command = [ROOT / "run.sh", "--python", sys.executable, "--config", path, "--run-dir", run_dir]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ)
+    assert done.returncode == 0, done.stderr[-6000:]
+
+    rows = list(traces.read_traces(run_dir / "01_traces" / traces.FILE_NAME))
+    assert len(rows) == 300 and all(row["reasoning"] and row["token_source"] == "server" for row in rows)
+    assert not any("<think>" in row["content"] or "</think>" in row["content"] for row in rows)
+
+    answers = {row["id"]: row["answer"] for row in map(json.loads, lines["benchmark"][:44])}
+    replies = [json.loads(line) for line in (run_dir / "06_bench" / "replies_drafter-3_c32.jsonl").open()]
+    right = [reply["text"].endswith(answers[reply["id"]]) for reply in replies]
+    assert sum(right) >= 0.9 * len(right)
+
+    (run,) = [run for run in json.loads((run_dir / "06_bench" / "results.json").read_text())["runs"]
+              if run["draft_tokens"] == 3]
+    print(f"tiny Kimi: measured {run['acceptance']}, predicted {run['predicted']}, {sum(right)} of {len(right)} right")
+    assert run["acceptance"]["by_position"][0] >= 0.75
+    assert abs(run["difference"]) <= 0.03
+    assert run["lossless"]["identical"] == run["lossless"]["replies"] == 44

@@ -40,7 +40,10 @@ def project(tmp_path):
     shutil.copy(ROOT / "run.sh", folder)
     shutil.copy(ROOT / "configs" / "smollm2-135m.yaml", folder / "configs")
     (folder / "configs" / "other.yaml").write_text("model: {path: /elsewhere}\n")
+    (folder / "configs" / "tiny.yaml").write_text("model:\n  path: models/tiny-kimi\n")
     (folder / "eagle3" / "embedded.py").write_text(EMBEDDED)
+    (folder / "tiny_kimi").mkdir()
+    (folder / "tiny_kimi" / "model.py").write_text(EMBEDDED.replace("embedded", "tiny"))
     for name in SCRIPTS:
         (folder / f"{name}.py").write_text(TOY)
     return folder
@@ -85,6 +88,12 @@ def test_a_gguf_file_is_converted(project):
 def test_another_configuration_needs_no_embedded_model(project):
     _, lines, _ = run(project, "--config", "configs/other.yaml")
     assert lines[0].startswith("01_generate_synthetic.py")
+
+
+def test_the_tiny_kimi_is_made_first(project):
+    _, lines, _ = run(project, "--config", "configs/tiny.yaml")
+    assert lines[0] == "tiny --out models/tiny-kimi"
+    assert lines[1].startswith("01_generate_synthetic.py --config configs/tiny.yaml")
 
 
 def test_the_first_failing_stage_ends_it_with_its_code(project):

@@ -115,10 +115,10 @@ def write(folder: Path, *, text_only: bool = False, weights: Path = WEIGHTS) -> 
     save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
     special = tokenizer.ids()
     generation = {"eos_token_id": special["<|im_end|>"], "bos_token_id": special["[BOS]"], "do_sample": False}
-    media = {"media_proc_cfg": {"patch_size": 14, "merge_kernel_size": 2, "in_patch_limit": 64,
-                                "patch_limit_on_one_side": 16, "fixed_output_tokens": None,
-                                "temporal_merge_kernel_size": 4, "sample_fps": 2.0, "max_num_frames_each_video": None,
-                                "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5],
+    limits = dict.fromkeys(("in_patch_limit", "in_patch_limit_each_frame", "in_patch_limit_video"), 64)
+    media = {"media_proc_cfg": {"patch_size": 14, "merge_kernel_size": 2, "patch_limit_on_one_side": 16, **limits,
+                                "fixed_output_tokens": None, "temporal_merge_kernel_size": 4, "sample_fps": 2.0,
+                                "max_num_frames_each_video": None, "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
                                 "timestamp_mode": "hh:mm:ss.fff", "config_type": "media_proc.processors.moonvit"}}
     written = {"generation_config.json": generation} | ({} if text_only else {"preprocessor_config.json": media})
     for name, content in ({"config.json": config_json(text_only=text_only)} | written).items():
