@@ -22,7 +22,7 @@ quick='not engine and not gpu'
 if nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then quick='not engine'; fi
 check ruff check .
 check mypy eagle3 tiny_kimi 0*.py
-check pytest -m "$quick"
+check pytest -n 2 --dist worksteal -m "$quick"
 check pytest -m engine
 
 if ((${#failed[@]})); then

@@ -29,7 +29,25 @@ def check_drafter(subject: Subject) -> Iterator[Line]:
         told = finding.found or finding.reason
         expected = f"; expected {finding.expected}" if finding.expected and finding.status != OK else ""
         yield Line(finding.status, f"drafter {finding.name}", told + expected, finding.fix)
+    yield from _as_in_training(subject)
     yield from _compile_cache(subject, export)
+
+
+def _as_in_training(subject: Subject) -> Iterator[Line]:
+    """Say whether tokenizer and template are those with which this run's states were made."""
+    path = subject.run_dir / "02_states" / "manifest.json"
+    recorded = (files.read_json(path).get("inputs") or {}).get("model") if path.is_file() else None
+    if not isinstance(recorded, dict) or subject.folder is None:
+        return
+    kinds = {"tokenizer": (FAIL, "every token id means something else"),
+             "chat_template": (WARN, "the drafter has not seen such prompts")}
+    for kind, (level, effect) in kinds.items():
+        names = [name for name in recorded if name.startswith(kind) or (kind, name) == ("tokenizer", "merges.txt")]
+        changed = [name for name in names if not (subject.folder / name).is_file()
+                   or files.sha256_file(subject.folder / name) != recorded[name]]
+        if changed:
+            yield Line(level, f"drafter {kind}", f"{', '.join(changed)} of {subject.folder} is not what the states of "
+                       f"{path.parent} were made with: {effect}", "name the folder of the training with --model")
 
 
 def read(subject: Subject, folder: Path) -> Export:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import socket
 import struct
 import subprocess
@@ -14,10 +15,12 @@ import pytest
 from fake_engine import install
 from pipeline import change_config, change_tensors, write_export
 
-from eagle3 import doctor, drafterchecks, engines, fatbin, machine, machinechecks, modelchecks
+from eagle3 import doctor, drafterchecks, engines, fatbin, files, machine, machinechecks, modelchecks
 from eagle3.doctor import DoctorOptions
+from eagle3.drafterchecks import check_drafter
 from eagle3.engines import Torch
 from eagle3.examination import Line, Subject, examine
+from eagle3.options import ModelOptions
 
 ROOT = Path(__file__).resolve().parent.parent
 H200 = "0, NVIDIA H200, 143771, 12, 580.1, 9.0, GPU-a0"
@@ -108,9 +111,11 @@ def test_no_gpu_is_a_warning_unless_several_are_wanted(smi, monkeypatch):
 
 def test_who_holds_a_gpu_is_named(smi):
     held = "0, NVIDIA H200, 143771, 90000, 580.1, 9.0, GPU-a0"
-    smi([held], [f"{os.getpid()}, 89000"])
-    line = findings(machinechecks.check_gpus, subject())["gpu memory held"]
-    assert line.level == "fail" and f"pid {os.getpid()} of " in line.found and "python" in line.found
+    with subprocess.Popen(["sleep", "60"]) as holder:
+        smi([held], [f"{holder.pid}, 89000"])
+        line = findings(machinechecks.check_gpus, subject())["gpu memory held"]
+        holder.kill()
+    assert line.level == "fail" and f"pid {holder.pid} of " in line.found and "sleep 60" in line.found
     smi([held])
     assert "cannot be seen" in findings(machinechecks.check_gpus, subject())["gpu memory held"].found
     smi([SECOND, held])  # not among those that the engine takes
@@ -439,3 +444,20 @@ def test_wrong_options_are_exit_2():
 def test_a_failure_is_exit_3(tmp_path):
     result = run("--model", tmp_path / "nowhere")
     assert result.returncode == 3 and "→" in result.stdout
+
+
+def test_a_tokenizer_other_than_the_trainings_is_a_failure_and_a_template_a_warning(drafter, tiny_model, tmp_path):
+    model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    files.write_json(tmp_path / "run/02_states/manifest.json", {"inputs": {"model": files.model_identity(model)}})
+
+    def levels():
+        subject = Subject(model=ModelOptions(path=str(model)), run_dir=tmp_path / "run", drafter=drafter)
+        return {line.check: line.level for line in check_drafter(subject)
+                if line.check in ("drafter tokenizer", "drafter chat_template")}
+
+    assert levels() == {}
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    assert levels() == {"drafter chat_template": "warn"}
+    path = model / "tokenizer.json"
+    path.write_text(path.read_text().replace('"the"', '"thy"') + " ")
+    assert levels() == {"drafter chat_template": "warn", "drafter tokenizer": "fail"}

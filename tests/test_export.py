@@ -437,7 +437,8 @@ KILLERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "damage", "circumstances", "words"), KILLERS, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("name", "damage", "circumstances", "words"), KILLERS,
+                         ids=[f"{name}-{words}" for name, _, _, words in KILLERS])
 def test_a_silent_killer_fails_its_check(published, facts, name, damage, circumstances, words):
     change(published, **damage)
     given = dict(circumstances)

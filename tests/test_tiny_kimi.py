@@ -156,7 +156,7 @@ def test_it_reasons_and_answers(folder, codec, tmp_path):
     text = tmp_path / "text"
     model.write(text, text_only=True)
     network = AutoModelForCausalLM.from_pretrained(text, dtype=torch.float32).eval()
-    asked = random.Random(0).sample(list(itertools.islice(tasks(3, held_out=True), 110)), 8)
+    asked = random.Random(0).sample(list(itertools.islice(tasks(3, held_out=True), 110)), 4)
     right = 0
     for task in asked:
         given = codec(tokenizer.prompt_text(task.question), return_tensors="pt", add_special_tokens=False)
@@ -164,4 +164,4 @@ def test_it_reasons_and_answers(folder, codec, tmp_path):
         reasoning, tag, answer = codec.decode(ids).partition("</think>")
         assert tag and len(reasoning) > 10
         right += answer == task.answer + "<|im_end|>"
-    assert right >= 6
+    assert right >= 3
