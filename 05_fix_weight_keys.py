@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3 import config, files, findings, log, shards, verifier
-from eagle3.checkpoint import Export, training_record
+from eagle3.checkpoint import Export
 from eagle3.errors import PreconditionError, UsageError
 from eagle3.log import logger
 from eagle3.options import BenchmarkSection, ExportOptions
@@ -93,7 +93,9 @@ def read_export(options: ExportOptions, stage: Stage) -> Export:
     if section.in_place and (folder / "checksums.json").exists():
         raise PreconditionError("training resumes from this folder, only with the files that it has", where=folder,
                                 fix="leave --in-place out")
-    trained_ids, trained_here = training_record(folder)
+    from eagle3.drafterchecks import training_of
+
+    training = training_of(folder)
     return Export(
         folder=folder,
         raw=files.read_json(folder / CONFIG, fix=fix),
@@ -103,8 +105,8 @@ def read_export(options: ExportOptions, stage: Stage) -> Export:
         version=section.engine_version or installed_version(options),
         serving_length=section.serving_length or facts.max_positions,
         given_ids=facts.layers(options.model.layers)[:-1] if options.model.layers else [],
-        trained_ids=trained_ids,
-        trained_here=trained_here,
+        trained_ids=training["trained_ids"],
+        trained_here=training["trained_here"],
         keeps_embedding=section.trained_embedding,
     )
 

@@ -97,6 +97,15 @@ class Export:
         return self.given_ids or self.trained_ids or ids_of(self.raw, self.verifier.num_layers) or []
 
     @property
+    def as_written(self) -> bool:
+        """Whether config.json is what stage 04 or 05 wrote there, by the checksum that it left."""
+        beside, above = self.folder / "checksums.json", self.folder.resolve().parent / "manifest.json"
+        known = files.read_json(beside).get("config.json") if beside.is_file() else None
+        if known is None and above.is_file():
+            known = ((files.read_json(above).get("outputs") or {}).get("config.json") or {}).get("sha256")
+        return known is not None and files.sha256_file(self.folder / "config.json") == known
+
+    @property
     def removed(self) -> list[str]:
         """Names in the files of tensors that are not shipped: the verifier's own, and a mapping of everything."""
         frozen = FROZEN[1:] if self.keeps_embedding or self.engine == "speculators" else FROZEN

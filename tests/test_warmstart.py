@@ -303,6 +303,17 @@ def test_a_reduced_drafter_is_trained_further(prepared, drafters, tiny_model, fa
             assert 0 < (best[name].float() - before.float()).abs().max() < 0.05
     assert files.read_json(out / "checkpoints" / "best" / "config.json") == files.read_json(start / "config.json")
 
+    # its RoPE is the published drafter's, not the verifier's: right as training wrote it, a fault when it is changed
+    export = ("05_fix_weight_keys.py", "--model", tiny_model, "--to", "vllm", "--run-dir", prepared)
+    run_stage(*export, "--checkpoint", out / "checkpoints" / "best", "--out", tmp_path / "05_export")
+    served = tmp_path / "05_export" / "vllm"
+    assert files.read_json(served / "config.json")["rope_theta"] == 5000.0
+    run_stage(*export, "--checkpoint", served, "--check")
+    rope = files.read_json(served / "config.json")["rope_parameters"] | {"rope_theta": 100.0}
+    change(served, config={"rope_theta": 100.0, "rope_parameters": rope})
+    refused = run_stage(*export, "--checkpoint", served, "--check", check=3)
+    assert "rope-as-trained" in refused.stderr
+
     stale = train(prepared, tiny_model, "--vocab", taken, "--out", out, check=3)
     assert 'train.init_from: "reduced" → null' in stale.stderr and "input init_from" in stale.stderr
 
