@@ -7,10 +7,10 @@ gradients and optimizer state: each holds its rows of every tensor (FSDP2).
 
 import contextlib
 import math
-import os
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -18,12 +18,15 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from eagle3 import acceptance, ttt
+from eagle3 import acceptance, ttt, workers
 from eagle3.batches import Batch, Prefetcher, TrainingSample, collate, pack
 from eagle3.errors import StageError
 from eagle3.options import TrainSection
 from eagle3.states import StateStore
 from eagle3.trainstate import trainable
+
+# How long processes wait for each other; torch's 10 minutes on GPUs are less than a checkpoint on a slow disk may take.
+PATIENCE = timedelta(hours=1)
 
 
 @dataclass(frozen=True)
@@ -36,14 +39,17 @@ class Processes:
 
     @staticmethod
     def start() -> "Processes":
-        """Join the group that torchrun set up (NCCL on GPUs, gloo on CPUs), if there is one."""
-        world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+        """Join the group (NCCL on GPUs, gloo on CPUs), if this process is one of several."""
+        world, rank = workers.world(), workers.rank()
         gpu = torch.cuda.is_available()
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if gpu else torch.device("cpu")
+        device = torch.device("cuda", workers.local_rank()) if gpu else torch.device("cpu")
         if gpu:
             torch.cuda.set_device(device)
         if world > 1:
-            dist.init_process_group("nccl" if gpu else "gloo")
+            # Workers meet in a file and so need no port; torchrun has a store of its own.
+            store = dist.FileStore(str(workers.FOLDER / "store"), world) if workers.FOLDER else None
+            dist.init_process_group("nccl" if gpu else "gloo", timeout=PATIENCE, store=store, rank=rank,
+                                    world_size=world)
         return Processes(rank, world, device)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -128,20 +134,24 @@ class Objective(torch.nn.Module):
         return torch.stack([0.0 * parameter.sum() for parameter in trainable(self.model).values()])
 
 
-def shard(objective: Objective, dtype: torch.dtype | None) -> None:
-    """Divide the trained weights among the processes, float32 rows of each; the frozen ones stay whole everywhere.
+def vectors(objective: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Return the trained parameters of one dimension, the weights of the norms."""
+    return [parameter for parameter in objective.parameters() if parameter.requires_grad and parameter.dim() == 1]
 
-    They are one group, gathered before a forward and reduced (in float32) after the backward: the drafter is one
-    layer, so there is nothing to gather ahead of another.
+
+def shard(objective: Objective, dtype: torch.dtype) -> None:
+    """Divide the trained matrices among the processes, float32 rows of each; the rest stays whole everywhere.
+
+    The matrices are one group, gathered before a forward and reduced (in float32) after the backward: the drafter is
+    one layer, so there is nothing to gather ahead of another. The weights of the norms stay in float32, as they are in
+    a single process: they are near 1, where bfloat16 knows steps of 1/128 only and most updates are smaller.
 
     Args:
-        dtype: in which the weights are gathered and used, and the frozen ones are kept; None leaves float32.
+        dtype: in which the matrices are gathered and used.
     """
     frozen = {parameter for parameter in objective.parameters() if not parameter.requires_grad}
-    for parameter in frozen:
-        parameter.data = parameter.data.to(dtype or parameter.dtype)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    fully_shard(objective, mp_policy=policy, reshard_after_forward=False, ignored_params=frozen)
+    fully_shard(objective, mp_policy=policy, reshard_after_forward=False, ignored_params=frozen | {*vectors(objective)})
 
 
 class Trainer:
@@ -153,10 +163,14 @@ class Trainer:
         self.model, self.store, self.options, self.processes = model, store, options, processes
         self._loss = resolve_loss_config(options.loss, "eager"), options.ttt_step_loss_decay
         bf16 = options.dtype == "bfloat16" or (options.dtype == "auto" and processes.device.type == "cuda")
+        self._dtype = torch.bfloat16 if bf16 else torch.float32
         self._autocast = torch.autocast(processes.device.type, torch.bfloat16) if bf16 else contextlib.nullcontext()
         self._objective = Objective(model)
+        for parameter in model.parameters():
+            if not parameter.requires_grad:  # the verifier's, which has them in no more than bfloat16
+                parameter.data = parameter.data.to(self._dtype)
         if processes.world > 1:
-            shard(self._objective, torch.bfloat16 if bf16 else None)
+            shard(self._objective, self._dtype)
         self.optimizer = make_optimizer(model, options)
         self._verified: set[int] = set()
 
@@ -195,8 +209,11 @@ class Trainer:
             if batch is None and self.processes.world == 1:
                 continue
             loss = self._losses(batch, last=number == len(batches) - 1).sum() / max(1, total_supervised)
-            (loss * self.processes.world).backward()  # FSDP takes the mean of what the processes have
+            (loss * self.processes.world).backward()  # the mean over the processes is taken of what each has
             loss_sum += loss.detach()
+        if self.processes.world > 1:  # FSDP has done so with the matrices
+            for parameter in vectors(self._objective):
+                self.processes.sum(parameter.grad).div_(self.processes.world)
         loss_value = float(self.processes.sum(loss_sum))
         norm = clip(trainable(self.model).values(), self.options.max_grad_norm or math.inf)
         if not math.isfinite(loss_value) or not math.isfinite(norm):
@@ -206,7 +223,7 @@ class Trainer:
         return {"loss": loss_value, "grad_norm": norm, "lr": rate}
 
     def _on_device(self, batch: Batch) -> Batch:
-        return batch.to(self.processes.device, self.model.fc.weight.dtype)
+        return batch.to(self.processes.device, self._dtype)
 
     def _losses(self, batch: Batch | None, last: bool) -> torch.Tensor:
         """Return the losses of a batch; gradients are summed up here until the last of a step."""
@@ -259,8 +276,16 @@ class Trainer:
 
 def clip(parameters: Iterable[torch.nn.Parameter], largest: float) -> float:
     """Scale gradients down to a common norm of at most `largest`; return the norm that they had."""
-    norm = torch.nn.utils.clip_grad_norm_(parameters, largest)
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    divided = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
+    whole = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
+    norms = [torch.nn.utils.get_total_norm(group) for group in (divided, whole) if group]
+    norm = math.hypot(*(float(norm.full_tensor() if isinstance(norm, DTensor) else norm) for norm in norms))
+    if norm > largest:  # seldom: most steps are spared a pass over all gradients
+        for gradient in gradients:
+            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            local.mul_(largest / norm)
+    return norm
 
 
 class Throughput:

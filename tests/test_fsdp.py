@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,15 +21,15 @@ OPTIONS = TrainSection(batch_tokens=100, lr=1e-3, max_grad_norm=0.5)
 STEPS = 3
 
 
-def trainer_of(run_dir, model, processes, seed=0):
+def trainer_of(run_dir, model, processes, seed=0, options=OPTIONS):
     """Return a trainer and the loaded steps of this process on the first five batches."""
     facts = verifier.read(model)
     mapping = vocab.load_mapping(run_dir / "03_vocab" / vocab.MAPPING)
     store = StateStore(run_dir / "02_states")
     samples = batches.read_samples(store, load_dataset(run_dir / "02_states")[2])
     built = drafter.build(facts, [2, 4, 5, 7], *mapping, drafter.layer_shape(facts), seed=seed)
-    trainer = training.Trainer(built, store, OPTIONS, processes)
-    packed = training.Plan(samples, OPTIONS, 1).packed(0)[:5]
+    trainer = training.Trainer(built, store, options, processes)
+    packed = training.Plan(samples, options, 1).packed(0)[:5]
     return trainer, [packed[start : start + 2] for start in (0, 2, 4)], facts
 
 
@@ -64,6 +65,16 @@ def work(run_dir, model, folder, processes):
     return figures, validation
 
 
+def in_bf16(run_dir, model, processes):
+    """Return the loss of the first step in bf16, norms having grown by less than bf16 can tell near 1."""
+    trainer, steps, _ = trainer_of(run_dir, model, processes, options=replace(OPTIONS, dtype="bfloat16"))
+    with torch.no_grad():
+        for parameter in trainstate.trainable(trainer.model).values():
+            if parameter.dim() == 1:
+                parameter.fill_(1.0035)
+    return train(trainer, steps)[0]["loss"]
+
+
 def resume(run_dir, model, folder, target, processes):
     """Go on from step 1 of another run and save the end."""
     trainer, steps, facts = trainer_of(run_dir, model, processes, seed=9)
@@ -78,8 +89,9 @@ def main(run_dir, model, one, two):
     processes = training.Processes.start()
     figures, validation = work(run_dir, model, two, processes)
     resume(run_dir, model, one, two / "from_one", processes)
+    low = in_bf16(run_dir, model, processes)
     if processes.rank == 0:
-        torch.save((figures, validation), two / "figures.pt")
+        torch.save((figures, validation, low), two / "figures.pt")
     processes.stop()
 
 
@@ -88,7 +100,7 @@ def runs(prepared, tiny_model, tmp_path_factory):
     """(folder of one process, its figures and validation, folder of two, theirs)."""
     one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
     alone = training.Processes(0, 1, torch.device("cpu"))
-    expected = work(prepared, tiny_model, one, alone)
+    expected = *work(prepared, tiny_model, one, alone), in_bf16(prepared, tiny_model, alone)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
     result = subprocess.run([*command, *map(str, (prepared, tiny_model, one, two))], capture_output=True, text=True,
                             timeout=200, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
@@ -109,7 +121,7 @@ def assert_close(left, right):
 
 
 def test_loss_gradient_norm_and_weights_are_those_of_one_process(runs):
-    one, (expected, validation), two, (found, theirs) = runs
+    one, (expected, validation, _), two, (found, theirs, _) = runs
     for left, right in zip(expected, found, strict=True):
         assert left["loss"] == pytest.approx(right["loss"], rel=1e-4)
         assert left["grad_norm"] == pytest.approx(right["grad_norm"], rel=1e-3)
@@ -117,6 +129,10 @@ def test_loss_gradient_norm_and_weights_are_those_of_one_process(runs):
     assert_close(state(one), state(two))
     assert theirs["loss"] == pytest.approx(validation["loss"], rel=1e-4)
     assert theirs["acceptance"]["rounds"] == validation["acceptance"]["rounds"] > 0
+
+
+def test_norms_are_not_rounded_when_weights_are_gathered_in_bf16(runs):
+    assert runs[1][2] == pytest.approx(runs[3][2], rel=3e-5)
 
 
 def test_a_resume_on_as_many_processes_changes_no_bit(runs):
@@ -150,7 +166,8 @@ def test_every_process_holds_a_part_of_weights_and_moments(prepared, tiny_model,
         trainer, _, _ = trainer_of(prepared, tiny_model, training.Processes(0, 2, torch.device("cpu")))
         assert isinstance(trainer._objective, FSDPModule)
         for name, parameter in trainstate.trainable(trainer.model).items():
-            assert parameter.to_local().shape[0] == parameter.shape[0] // 2, name
+            rows = parameter.to_local().shape[0] if parameter.dim() > 1 else parameter.shape[0] // 2  # norms stay whole
+            assert rows == parameter.shape[0] // 2, name
             assert parameter.dtype == torch.float32
         assert type(trainer.model.embed_tokens.weight) is torch.nn.Parameter  # whole: it is not trained
     finally:
