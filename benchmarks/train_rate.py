@@ -4,8 +4,11 @@ Weights and states are random: speed does not depend on them. 8,192 packed token
 first part is the prompt; three TTT steps; lm_head trained. Every GPU has a batch of its own (weak scaling): divide
 the rate of N by N times that of one.
 
+With --documents N the states are files (118 MB each) that stage 04's own loader reads, checks and moves to the GPU:
+what is lost to it is the difference to the first rate.
+
   python benchmarks/train_rate.py --steps 20
-  python benchmarks/train_rate.py --steps 20 --gpus 8
+  python benchmarks/train_rate.py --steps 20 --gpus 8 --documents 64 --scratch /mnt/states
 """
 
 import argparse
@@ -20,10 +23,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from eagle3 import batches
+from eagle3 import batches, files
 from eagle3.drafter import _empty_model, layer_shape
 from eagle3.options import TrainSection
-from eagle3.training import Objective, Processes, clip, make_optimizer, shard
+from eagle3.states import StateStore
+from eagle3.training import Objective, Processes, Trainer, clip
 from eagle3.verifier import Verifier
 
 KIMI = {"num_attention_heads": 64, "intermediate_size": 18432, "rope_theta": 50000.0}
@@ -41,6 +45,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--trained-head", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--gpus", type=int, default=1, help="processes, one a GPU")
+    parser.add_argument("--documents", type=int, default=0, help="files of states to train on; 0: one batch in memory")
+    parser.add_argument("--scratch", type=Path, default=Path("/tmp/train_rate"), help="where these files are written")
     given = parser.parse_args()
     if given.gpus > 1 and "RANK" not in os.environ:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(given.gpus)]
@@ -52,27 +58,76 @@ def main() -> None:
 
 def measure(given: argparse.Namespace, processes: Processes) -> None:
     """Time optimizer steps; the first process prints what all of them do together."""
-    device, world = processes.device, processes.world
     started = time.monotonic()
-    model = random_model(given, device)
-    objective = Objective(model)
-    if world > 1:
-        shard(objective, torch.bfloat16)
-    optimizer = make_optimizer(model, TrainSection())
-    batch = random_batch(given, device)
+    model = random_model(given, processes.device)
+    options = TrainSection(batch_tokens=given.tokens, ttt_steps=given.ttt_steps, draft_tokens=given.ttt_steps)
+    trainer = Trainer(model, StateStore(given.scratch), options, processes)
     print(f"ready after {time.monotonic() - started:.1f} s: {sum(p.numel() for p in model.parameters()) / 1e6:,.0f} M "
           f"parameters, {sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6:,.0f} M trained")
-    figures = [step(objective, optimizer, batch, given.ttt_steps) for _ in range(given.steps + 2)]
-    if processes.rank > 0:
-        return
-    print(f"first step {figures[0][-1]:.2f} s")
+    batch = random_batch(given)
+    objective, optimizer = trainer._objective, trainer.optimizer
+    resident = trainer._on_device(batch)
+    figures = [step(objective, optimizer, resident, given.ttt_steps) for _ in range(given.steps + 2)]
     names = ("forward", "backward", "optimizer", "whole step")
     means = [1000 * sum(column) / given.steps for column in zip(*figures[2:], strict=True)]
-    print(", ".join(f"{name} {mean:.0f} ms" for name, mean in zip(names, means, strict=True)))
-    rates = (1000 * world * tokens / means[-1] for tokens in (given.tokens, batch.supervised))
-    print("{:,.0f} tokens/s, {:,.0f} supervised tokens/s, ".format(*rates) + f"peak memory "
-          f"{torch.cuda.max_memory_allocated() / 1e9:.1f} GB, {world} x {torch.cuda.get_device_name()}, torch "
-          f"{torch.__version__}")
+    rates = (1000 * processes.world * tokens / means[-1] for tokens in (given.tokens, batch.supervised))
+    if processes.rank == 0:
+        print(f"first step {figures[0][-1]:.2f} s; then " + ", ".join(
+            f"{name} {mean:.0f} ms" for name, mean in zip(names, means, strict=True)))
+        print("{:,.0f} tokens/s, {:,.0f} supervised tokens/s, ".format(*rates) + f"peak memory "
+              f"{torch.cuda.max_memory_allocated() / 1e9:.1f} GB, {processes.world} x {torch.cuda.get_device_name()}, "
+              f"torch {torch.__version__}", flush=True)
+    if given.documents:
+        del resident
+        from_disk(given, trainer, processes)
+
+
+def from_disk(given: argparse.Namespace, trainer: Trainer, processes: Processes) -> None:
+    """Time epochs over files, checksums in the first."""
+    if processes.rank == 0:
+        write_states(given)
+    samples = processes.from_first([batches.TrainingSample(i, sha256, mask_of(given))
+                                    for i, sha256 in enumerate(checksums(given))] if processes.rank == 0 else None)
+    size, world = given.tokens // given.document, processes.world
+    packed = [samples[k : k + size] for k in range(0, len(samples) - size + 1, size)]
+    steps = [packed[k : k + world] for k in range(0, len(packed) - world + 1, world)]
+    for epoch in range(3):
+        loader = trainer.loader(steps)
+        stream, times = iter(loader), [time.monotonic()]
+        for members in steps:
+            supervised = sum(sum(int(sample.supervised().sum()) for sample in batch) for batch in members)
+            trainer.step([next(stream)], supervised, 1e-5)
+            times.append(_now())
+        loader.close()
+        if processes.rank == 0:
+            spent = (times[-1] - times[2]) / (len(steps) - 2)
+            print(f"epoch {epoch + 1} from files: {1000 * spent:.0f} ms a step, "
+                  f"{processes.world * given.tokens / spent:,.0f} tokens/s", flush=True)
+
+
+def write_states(given: argparse.Namespace) -> None:
+    """Write the same random states into as many files as asked for."""
+    from safetensors.torch import save
+
+    store = StateStore(given.scratch)
+    store.files.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(given.document + 1, 4, given.hidden, generator=generator).to(torch.bfloat16)
+    data = save({"hidden_states": states, "token_ids": torch.randint(163840, (given.document + 1,))})
+    for number in range(given.documents):
+        store.path(number).write_bytes(data)
+
+
+def checksums(given: argparse.Namespace) -> list[str]:
+    """Return the checksum of each file."""
+    return [files.sha256_file(StateStore(given.scratch).path(0))] * given.documents
+
+
+def mask_of(given: argparse.Namespace) -> Any:
+    """Return the loss mask of a document."""
+    import numpy as np
+
+    return np.arange(given.document + 1) >= given.prompt
 
 
 def random_model(given: argparse.Namespace, device: torch.device) -> Any:
@@ -90,7 +145,7 @@ def random_model(given: argparse.Namespace, device: torch.device) -> Any:
     return model
 
 
-def random_batch(given: argparse.Namespace, device: torch.device) -> batches.Batch:
+def random_batch(given: argparse.Namespace) -> batches.Batch:
     """Return a packed batch of random states."""
 
     class Store:
@@ -99,12 +154,8 @@ def random_batch(given: argparse.Namespace, device: torch.device) -> batches.Bat
             states = torch.randn(given.document + 1, 4, given.hidden, generator=generator, dtype=torch.bfloat16)
             return states, torch.randint(163840, (given.document + 1,), generator=generator)
 
-    import numpy as np
-
-    mask = np.arange(given.document + 1) >= given.prompt
-    members = [batches.TrainingSample(i, "", mask) for i in range(given.tokens // given.document)]
-    batch = batches.collate(Store(), members, given.tokens, given.ttt_steps, verify=False)  # type: ignore[arg-type]
-    return batch.to(device, torch.bfloat16)
+    members = [batches.TrainingSample(i, "", mask_of(given)) for i in range(given.tokens // given.document)]
+    return batches.collate(Store(), members, given.tokens, given.ttt_steps, verify=False)  # type: ignore[arg-type]
 
 
 def step(

@@ -4,15 +4,19 @@ speculators' own forward computes every step at every packed position. The loss,
 verifier generated text, and positions before that (prompts) are needed as keys and values alone. So here
 queries, MLP and head run on the rows that carry loss, the teacher's logits are computed once, and attention is
 what it is: a triangle over the true tokens and a diagonal for each step drafted since. No mask, no padding, no
-compiling. The weights stay speculators' modules; its forward gives the same loss and gradients.
+compiling: on GPUs flash attention and the fused kernels of eagle3/kernels.py. The weights stay speculators' modules;
+its forward gives the same loss and gradients.
 """
 
+import functools
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from eagle3.batches import Batch
+from eagle3.log import logger
 
 Spans = list[tuple[int, int, int]]
 
@@ -40,11 +44,11 @@ def hidden_by_step(model: Any, batch: Batch, steps: int) -> Iterator[torch.Tenso
             inputs = _layer_input(model, layer, ids[(rows + step).clamp(max=len(ids) - 1)], residual)
             own_key = _rotate(attention.k_proj(inputs).unflatten(-1, heads), cos, sin)
             drafted.append((own_key, attention.v_proj(inputs).unflatten(-1, heads)))
-        query = _rotate(attention.q_proj(inputs).unflatten(-1, heads), cos, sin) * size
+        query = _rotate(attention.q_proj(inputs).unflatten(-1, heads), cos, sin, size)
         attended = attend(query, keys, values, drafted, batch.spans)
         residual = residual + attention.o_proj(attended.flatten(1))
-        residual = residual + layer.mlp(layer.post_attention_layernorm(residual))
-        yield model.norm(residual)
+        residual = residual + layer.mlp(_norm(layer.post_attention_layernorm, residual))
+        yield _norm(model.norm, residual)
 
 
 def logits_by_step(model: Any, batch: Batch, steps: int) -> Iterator[torch.Tensor]:
@@ -56,7 +60,7 @@ def logits_by_step(model: Any, batch: Batch, steps: int) -> Iterator[torch.Tenso
 def teacher_logits(model: Any, batch: Batch) -> torch.Tensor:
     """Return the verifier's logits [S, D] over the draft vocabulary at the supervised positions."""
     with torch.no_grad():
-        return model.verifier_lm_head(model.verifier_norm(batch.teacher))  # type: ignore[no-any-return]
+        return model.verifier_lm_head(_norm(model.verifier_norm, batch.teacher))  # type: ignore[no-any-return]
 
 
 def loss(model: Any, batch: Batch, steps: int, loss_config: dict[str, Any], decay: float = 1.0) -> torch.Tensor:
@@ -88,7 +92,10 @@ def draft(
 
 
 def _step_loss(batch: Batch, step: int, logits: torch.Tensor, targets: torch.Tensor, loss_config: dict) -> torch.Tensor:
-    wanted = targets[batch.judged[step][1]]
+    places = batch.judged[step][1]
+    if [*loss_config] == ["kl_div"] and (fused := _fused(logits)):
+        return loss_config["kl_div"][1] * fused.divergence(logits, targets, places).sum()  # type: ignore[no-any-return]
+    wanted = targets[places]
     terms = [weight * function(logits[None], wanted[None]).sum() for function, weight in loss_config.values()]
     return torch.stack(terms).sum()
 
@@ -97,7 +104,33 @@ def _layer_input(model: Any, layer: Any, ids: torch.Tensor, hidden: torch.Tensor
     """Return what q, k and v read: [N, 2H], normed embedding and normed hidden state side by side."""
     with torch.no_grad():
         embedded = model.embed_tokens(ids)
-    return torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(hidden)], dim=-1)
+    return torch.cat([_norm(layer.input_layernorm, embedded), _norm(layer.hidden_norm, hidden)], dim=-1)
+
+
+@functools.cache
+def _kernels() -> ModuleType | None:
+    """Return eagle3.kernels if Triton works here: it compiles at the first use, which needs a C compiler."""
+    try:
+        from eagle3 import kernels
+
+        kernels.norm(torch.ones(1, 8, device="cuda", dtype=torch.bfloat16), torch.ones(8, device="cuda"), 1e-6)
+        return kernels
+    except Exception as error:  # noqa: BLE001 - whatever it is, training can do without
+        logger.warning("the fused GPU kernels do not run here, training takes longer and more memory: %s: %s",
+                       type(error).__name__, error)
+        return None
+
+
+def _fused(like: torch.Tensor) -> ModuleType | None:
+    """Return the fused kernels for a tensor of a GPU in half precision; None where the plain form is taken."""
+    return _kernels() if like.is_cuda and like.dtype in (torch.bfloat16, torch.float16) else None
+
+
+def _norm(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """Return the RMS norm of x [N, H]."""
+    if fused := _fused(x):
+        return fused.norm(x, module.weight, module.variance_epsilon)  # type: ignore[no-any-return]
+    return module(x)  # type: ignore[no-any-return]
 
 
 def _rotary(model: Any, positions: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,10 +138,13 @@ def _rotary(model: Any, positions: torch.Tensor, like: torch.Tensor) -> tuple[to
     return cos[0, :, None], sin[0, :, None]  # [N, 1, d]
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Apply RoPE to [N, heads, d] in its own dtype (halves rotated, as Llama has them)."""
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """Apply RoPE to [N, heads, d] in its own dtype (halves rotated, as Llama has them), and scale."""
+    if fused := _fused(x):
+        return fused.rotate(x, cos[:, 0], sin[:, 0], scale)  # type: ignore[no-any-return]
     first, second = x.chunk(2, dim=-1)
-    return x * cos.to(x.dtype) + torch.cat([-second, first], dim=-1) * sin.to(x.dtype)
+    rotated = x * cos.to(x.dtype) + torch.cat([-second, first], dim=-1) * sin.to(x.dtype)
+    return rotated if scale == 1.0 else rotated * scale
 
 
 def attend(
@@ -128,7 +164,7 @@ def attend(
     Returns:
         [R, heads, d].
     """
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+    if _fused(query):
         flat = [tensor for pair in drafted for tensor in pair]
         return _FlashAttend.apply(query, keys, values, spans, *flat)  # type: ignore[no-any-return]
     pieces, row = [], 0
@@ -172,6 +208,8 @@ class _FlashAttend(torch.autograd.Function):
     def forward(ctx: Any, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spans: Spans,
                 *drafted: torch.Tensor) -> torch.Tensor:
         """Return the attention's output [R, heads, d]."""
+        from eagle3 import kernels
+
         lengths = [(stop - first, stop - start) for start, first, stop in spans]
         taken = torch.cat([torch.arange(start, stop) for start, _, stop in spans]).to(query.device)
         cumulative = torch.tensor([[0, 0], *lengths]).cumsum(0).int().to(query.device)
@@ -180,40 +218,29 @@ class _FlashAttend(torch.autograd.Function):
         triangle, triangle_lse, *random = torch.ops.aten._flash_attention_forward(
             query, used_keys, used_values, cumulative[:, 0].contiguous(), cumulative[:, 1].contiguous(), *limits, 0.0,
             True, False, scale=1.0)[:4]
-        group = query.shape[1] // keys.shape[1]
-        own = [tensor.repeat_interleave(group, 1) for tensor in drafted]
-        scores = [(query.float() * key).sum(-1) for key in own[::2]]
-        lse = triangle_lse.T  # [R, heads]
-        total = torch.logsumexp(torch.stack([lse, *scores]), 0)
-        out = triangle * (lse - total).exp()[..., None]
-        for score, value in zip(scores, own[1::2], strict=True):
-            out = out + (score - total).exp()[..., None] * value
+        lse = triangle_lse.T.contiguous()
+        out = triangle.float() if drafted else triangle
+        for key, value in zip(drafted[::2], drafted[1::2], strict=True):
+            kernels.merge(query, key, value, out, lse)
         out = out.to(query.dtype)
-        ctx.save_for_backward(query, used_keys, used_values, taken, cumulative, total, out, *random, *scores, *drafted)
-        ctx.limits, ctx.steps, ctx.tokens = limits, len(scores), len(keys)
+        ctx.save_for_backward(query, used_keys, used_values, taken, cumulative, lse, out, *random, *drafted)
+        ctx.limits, ctx.tokens = limits, len(keys)
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
         """Return the gradients of query, keys, values and the drafted keys and values."""
-        query, keys, values, taken, cumulative, total, out, state, unused, *rest = ctx.saved_tensors
-        scores, drafted = rest[: ctx.steps], rest[ctx.steps :]
+        from eagle3 import kernels
+
+        query, keys, values, taken, cumulative, lse, out, state, unused, *drafted = ctx.saved_tensors
         gradient = gradient.contiguous()
         dquery, dkeys, dvalues = torch.ops.aten._flash_attention_backward(
-            gradient, query, keys, values, out, total.T.contiguous(), cumulative[:, 0].contiguous(),
+            gradient, query, keys, values, out, lse.T.contiguous(), cumulative[:, 0].contiguous(),
             cumulative[:, 1].contiguous(), *ctx.limits, 0.0, True, state, unused, scale=1.0)
-        kv_heads = keys.shape[1]
-        group = query.shape[1] // kv_heads
-        row_term = (gradient.float() * out).sum(-1)
-        own_gradients = []
-        dquery = dquery.float() if scores else dquery
-        for score, key, value in zip(scores, drafted[::2], drafted[1::2], strict=True):
-            key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-            weight = (score - total).exp()
-            dscore = (weight * ((gradient.float() * value).sum(-1) - row_term))[..., None]
-            dquery = dquery + dscore * key
-            shares = (dscore * query, weight[..., None] * gradient)
-            own_gradients += [share.unflatten(1, (kv_heads, group)).sum(2).to(key.dtype) for share in shares]
+        dquery = dquery.float() if drafted else dquery
+        own: list[torch.Tensor] = []
+        for key, value in zip(drafted[::2], drafted[1::2], strict=True):
+            own += kernels.merge_gradients(gradient, query, out, key, value, lse, dquery)
         full = [gradient.new_zeros(ctx.tokens, *part.shape[1:], dtype=part.dtype).index_copy_(0, taken, part)
                 for part in (dkeys, dvalues)]
-        return (dquery.to(query.dtype), *full, None, *own_gradients)
+        return (dquery.to(query.dtype), *full, None, *own)
