@@ -3,8 +3,8 @@
 Reads   01_traces (or --traces) and the verifier (--model).
 Writes  02_states: an Arrow dataset (input_ids, loss_mask, seq_len, id), hidden_states/hs_{i}.safetensors with
         hidden_states [T, 4, H] and token_ids [T], and index.jsonl with a checksum per sample.
-        `speculators train --data-path` reads the same folder.
-Needs   the engine (GPUs for a large verifier); about 4 x H x 2 bytes of disk per token.
+        `speculators train --data-path` reads the same folder (fp8: with --hidden-states-backend fp8).
+Needs   the engine (GPUs for a large verifier); about 4 x H x 2 bytes of disk per token, with --states-dtype fp8 half.
 
 Prefill only, inside vLLM, at any tensor-parallel size; --backend hf is the transformers reference.
 Every sample proves itself: the stored teacher state must give the engine's own next token.
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from eagle3 import config, files, log, verifier
 from eagle3.errors import FailureLimitError, PreconditionError, StaleError
 from eagle3.log import logger
-from eagle3.options import ExtractOptions
+from eagle3.options import ExtractOptions, ExtractSection
 from eagle3.script import main
 from eagle3.stage import Stage, require_free_disk
 
@@ -45,6 +45,8 @@ def run(options: ExtractOptions, stage: Stage) -> None:
     identity = {"traces": upstream["fingerprint"], "model": files.model_identity(model)}
     extract.dtype = resolve_dtype(extract.dtype, options.engine)
     results = config.result_options(options) | {"model.layers": layers}
+    if extract.states_dtype == "auto":
+        del results["extract.states_dtype"]  # results older than this option stay what they are
     from eagle3.states import StateStore
 
     store = StateStore(stage.directory)
@@ -56,7 +58,8 @@ def run(options: ExtractOptions, stage: Stage) -> None:
     if stage.finished(content, len(samples) - len(done)):
         return None
     todo = [sample for sample in samples if sample.i not in done]
-    require_free_disk(stage.directory, bytes_needed(todo, facts.hidden_size, extract.dtype), f"{len(todo)} samples")
+    needed = bytes_needed(todo, facts.hidden_size, stored_as(extract, extract.dtype))
+    require_free_disk(stage.directory, needed, f"{len(todo)} samples")
     stage.manifest.update(look_ahead(options, stage) if todo else {})
     failed, agreement = capture(options, stage, store, samples, done) if todo else ([], None)
     outputs = store.finish(samples)
@@ -72,6 +75,7 @@ def run(options: ExtractOptions, stage: Stage) -> None:
         outputs={path.name: path for path in outputs},
         layers=layers,
         hidden_size=facts.hidden_size,
+        states_dtype=stored_as(extract, extract.dtype),
         agreement=agreement,
         content=content,
     )
@@ -153,6 +157,7 @@ def capture(
         dtype=extract.dtype,
         max_length=extract.max_length,
         batch_tokens=extract.batch_tokens,
+        states_dtype=extract.states_dtype,
     ) as child:
         for batch in batches(samples, max(extract.batch_tokens, extract.max_length)):
             missing = {sample.i for sample in batch} - done
@@ -171,6 +176,11 @@ def capture(
     check.judge()
     logger.info("teacher states give the engine's next token on %d of %d samples", check.agreed, check.checked)
     return failed, check.ratio
+
+
+def stored_as(extract: ExtractSection, dtype: str) -> str:
+    """Return what the values in the files are: fp8, or the verifier's precision `dtype`."""
+    return dtype if extract.states_dtype == "auto" else extract.states_dtype
 
 
 def bytes_needed(samples: "list[Sample]", hidden_size: int, dtype: str) -> int:
@@ -194,17 +204,25 @@ def describe(options: ExtractOptions, stage: Stage, facts: verifier.Verifier, tr
              f"captures {layers}")
     if extract.backend == "vllm":
         plan.say("engine", plan.engine(engine))
-    per_token = bytes_per_token(facts.hidden_size, plan.dtype(extract.dtype, engine), len(layers))
-    needed, item = tokens * per_token, (per_token - 8) // (len(layers) * facts.hidden_size)
+    dtype = plan.dtype(extract.dtype, engine)
+    captured, per_token = (bytes_per_token(facts.hidden_size, form, len(layers))
+                           for form in (dtype, stored_as(extract, dtype)))
+    needed, values = tokens * per_token, len(layers) * facts.hidden_size
+    scales = f", {4 * len(layers)} for scales" if extract.states_dtype == "fp8" else ""
     plan.say("writes", f"{stage.directory}: {log.size(needed)}, {log.size(needed / max(1, samples))} a sample; "
-             f"{per_token - 8:,} bytes a token ({len(layers)} x {facts.hidden_size} x {item}), 8 for its id (estimate)")
+             f"{per_token // values * values:,} bytes a token ({len(layers)} x {facts.hidden_size} x "
+             f"{per_token // values}){scales}, 8 for its id (estimate)")
+    if scales:
+        plan.say("", f"fp8 instead of {log.size(tokens * captured)}; stage 04 decodes it, speculators train with "
+                 "--hidden-states-backend fp8")
     batch = max(extract.batch_tokens, extract.max_length)
     if extract.backend == "vllm":
         plan.say("starts", f"{engine.python or sys.executable} -m eagle3.capture, which loads vLLM with "
                  + shlex.join([*engine.args, "--tensor-parallel-size", str(engine.tensor_parallel_size),
                                "--max-model-len", str(extract.max_length + 1), "--max-num-batched-tokens", str(batch),
                                "--enforce-eager", "--no-enable-prefix-caching"]))
-        plan.memory(engine, prefill=batch, cached=batch, why="one pass", more=2 * batch * per_token)
+        plan.memory(engine, prefill=batch, cached=batch, why="one pass",
+                    more=batch * (2 * captured + (per_token + captured if scales else 0)))
     else:
         plan.say("starts", "transformers in a process of its own, one sequence at a time")
     if plan.known:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3 import files
+from eagle3.states import FP8, SCALES, encode_fp8
 
 CONVENTION = "aux: residual stream entering the layer; last: output of the last decoder layer before the final norm"
 _WRITERS = 4
@@ -139,10 +140,10 @@ def assign(
 
 
 class Writer:
-    """Writes samples to hs_{i}.safetensors in the background, checked for NaN and Inf first."""
+    """Writes samples to hs_{i}.safetensors in the background, checked for NaN and Inf first; `fp8`: in that form."""
 
-    def __init__(self, directory: Path, metadata: dict[str, str]) -> None:
-        self.directory, self.metadata = directory, metadata
+    def __init__(self, directory: Path, metadata: dict[str, str], *, fp8: bool = False) -> None:
+        self.directory, self.metadata, self.fp8 = directory, metadata, fp8
         self._pool = ThreadPoolExecutor(_WRITERS)
 
     def submit(self, number: int, token_ids: list[int], states: Any) -> "Future[dict[str, Any]]":
@@ -155,13 +156,17 @@ class Writer:
             return self._pool.submit(
                 lambda: {"i": number, "error": f"NaN or Inf: {slots} values by layer slot of {states[:, 0].numel()}"}
             )
-        return self._pool.submit(self._write, number, token_ids, states.contiguous().cpu())
+        tensors = {"hidden_states": states}
+        if self.fp8:  # before the copy off the GPU, which it halves
+            tensors["hidden_states"], tensors[SCALES] = encode_fp8(states)
+        on_cpu = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
+        return self._pool.submit(self._write, number, token_ids, on_cpu)
 
-    def _write(self, number: int, token_ids: list[int], states: Any) -> dict[str, Any]:
+    def _write(self, number: int, token_ids: list[int], states: dict[str, Any]) -> dict[str, Any]:
         import torch
         from safetensors.torch import save
 
-        tensors = {"hidden_states": states, "token_ids": torch.tensor(token_ids, dtype=torch.int64)}
+        tensors = states | {"token_ids": torch.tensor(token_ids, dtype=torch.int64)}
         data = save(tensors, metadata=self.metadata)
         files.write_bytes(self.directory / f"hs_{number}.safetensors", data)
         return {"i": number, "tokens": len(token_ids), "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
@@ -177,13 +182,13 @@ class CaptureExtension:
     """
 
     def capture_start(self, settings: str) -> str:
-        """Install hooks on rank 0; `settings` is JSON with layers, num_layers, directory, metadata."""
+        """Install hooks on rank 0; `settings` is JSON with layers, num_layers, directory, metadata, states_dtype."""
         options = json.loads(settings)
         self._recorder: Recorder | None = None
         if self.rank != 0:  # type: ignore[attr-defined]
             return ""
         self._recorder = Recorder(self.model_runner.model, options["layers"], options["num_layers"])  # type: ignore[attr-defined]
-        self._writer = Writer(Path(options["directory"]), options["metadata"])
+        self._writer = Writer(Path(options["directory"]), options["metadata"], fp8=options["states_dtype"] == FP8)
         return self._recorder.path
 
     def capture_collect(self, jobs: str) -> str:
@@ -294,7 +299,7 @@ class TransformersBackend:
         self.model.eval()
         self.recorder = Recorder(self.model, settings["layers"], settings["num_layers"])
         self.path = self.recorder.path
-        self.writer = Writer(Path(settings["directory"]), settings["metadata"])
+        self.writer = Writer(Path(settings["directory"]), settings["metadata"], fp8=settings["states_dtype"] == FP8)
 
     def run(self, jobs: list[tuple[int, list[int]]], wanted: list[int]) -> list[dict[str, Any]]:
         """Run the wanted jobs one by one and return their entries with the model's own next token."""

@@ -17,7 +17,7 @@ from eagle3.log import logger
 from eagle3.options import EngineOptions, ModelOptions
 from eagle3.processes import Child
 from eagle3.stage import Stage
-from eagle3.states import Sample, StateStore
+from eagle3.states import FP8, FP8_FORM, Sample, StateStore
 
 # Agreement is judged once this many samples are in; a few rounding ties must not decide.
 _ENOUGH_SAMPLES = 20
@@ -55,11 +55,15 @@ class Capture:
         dtype: str,
         max_length: int,
         batch_tokens: int,
+        states_dtype: str = "auto",
     ) -> None:
         self._stage, self._store = stage, store
         self.verifier = verifiers.read(Path(model.path))
         layers = self.verifier.layers(model.layers)
         self._timeout_s = engine.startup_timeout_min * 60
+        about = {"model": Path(model.path).name, "layers": layers, "convention": CONVENTION, "dtype": dtype}
+        if states_dtype == FP8:
+            about["states"] = FP8_FORM
         self._settings = {
             "backend": backend,
             "model": model.path,
@@ -75,11 +79,8 @@ class Capture:
             else [],
             "directory": str(store.files),
             # One entry: safetensors writes several in random order, and the same states would differ in bytes.
-            "metadata": {
-                "capture": json.dumps(
-                    {"model": Path(model.path).name, "layers": layers, "convention": CONVENTION, "dtype": dtype}
-                )
-            },
+            "metadata": {"capture": json.dumps(about)},
+            "states_dtype": states_dtype,
         }
         self._command = [(engine.python or sys.executable) if backend == "vllm" else sys.executable, "-m",
                          "eagle3.capture"]
@@ -191,14 +192,10 @@ class AgreementCheck:
     def add(self, entries: list[dict[str, Any]]) -> None:
         """Check finished samples by reading their last row back from disk; raise when too many disagree."""
         import torch
-        from safetensors import safe_open
 
         if not entries:
             return
-        rows = []
-        for entry in entries:
-            with safe_open(self._store.path(entry["i"]), framework="pt") as file:
-                rows.append(file.get_slice("hidden_states")[entry["tokens"] - 1 :, -1][0])
+        rows = [self._store.last_teacher(entry["i"]) for entry in entries]
         expected = torch.tensor([entry["next_token"] for entry in entries])
         self.agreed += int((self._head.next_tokens(torch.stack(rows)) == expected).sum())
         self.checked += len(entries)

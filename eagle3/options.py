@@ -173,6 +173,9 @@ class ExtractSection:
     backend: str = option("vllm", "vllm, or hf: the transformers reference", choices=("vllm", "hf"))
     dtype: str = option("auto", "precision of the verifier; auto: as the engine serves it",
                         choices=("auto", "bfloat16", "float32"))
+    states_dtype: str = option(
+        "auto", "how states are stored; auto: in the verifier's precision; fp8: one byte a value and a scale for each "
+        "token and layer, about half the disk of bfloat16", choices=("auto", "fp8"))
     max_length: int = option(8192, "longest sequence; longer ones are skipped and counted", unit="tokens", minimum=2)
     batch_tokens: int = option(
         8192, "tokens in one prefill pass; at least max_length", unit="tokens", minimum=2, results=False
@@ -227,7 +230,7 @@ class TrainSection:
     seed: int = option(0, "seed of initialisation and data order")
     dtype: str = option("auto", "compute precision; auto: bfloat16 on GPUs, float32 on CPUs; weights are float32",
                         choices=("auto", "bfloat16", "float32"))
-    gpus: int = option(1, "processes, one a GPU; more than one starts torchrun", unit="processes", minimum=1)
+    gpus: int = option(1, "processes, one a GPU; started and watched by this one", unit="processes", minimum=1)
     save_every_min: float = option(10.0, "checkpoint at least this often, besides each epoch's end", unit="minutes",
                                    minimum=0.0, results=False)
     save_every_steps: int | None = option(
