@@ -26,8 +26,9 @@ import torch
 from eagle3 import batches, files
 from eagle3.drafter import _empty_model, layer_shape
 from eagle3.options import TrainSection
-from eagle3.states import StateStore
-from eagle3.training import Objective, Processes, Trainer, clip
+from eagle3.sharding import Objective, clip
+from eagle3.states import StateStore, Stored
+from eagle3.training import Processes, Trainer
 from eagle3.verifier import Verifier
 
 KIMI = {"num_attention_heads": 64, "intermediate_size": 18432, "rope_theta": 50000.0}
@@ -64,10 +65,9 @@ def measure(given: argparse.Namespace, processes: Processes) -> None:
     trainer = Trainer(model, StateStore(given.scratch), options, processes)
     print(f"ready after {time.monotonic() - started:.1f} s: {sum(p.numel() for p in model.parameters()) / 1e6:,.0f} M "
           f"parameters, {sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6:,.0f} M trained")
-    batch = random_batch(given)
+    batch = random_batch(given, processes.device)
     objective, optimizer = trainer._objective, trainer.optimizer
-    resident = trainer._on_device(batch)
-    figures = [step(objective, optimizer, resident, given.ttt_steps) for _ in range(given.steps + 2)]
+    figures = [step(objective, optimizer, batch, given.ttt_steps) for _ in range(given.steps + 2)]
     names = ("forward", "backward", "optimizer", "whole step")
     means = [1000 * sum(column) / given.steps for column in zip(*figures[2:], strict=True)]
     rates = (1000 * processes.world * tokens / means[-1] for tokens in (given.tokens, batch.supervised))
@@ -78,7 +78,7 @@ def measure(given: argparse.Namespace, processes: Processes) -> None:
               f"{torch.cuda.max_memory_allocated() / 1e9:.1f} GB, {processes.world} x {torch.cuda.get_device_name()}, "
               f"torch {torch.__version__}", flush=True)
     if given.documents:
-        del resident
+        del batch
         from_disk(given, trainer, processes)
 
 
@@ -92,7 +92,7 @@ def from_disk(given: argparse.Namespace, trainer: Trainer, processes: Processes)
     packed = [samples[k : k + size] for k in range(0, len(samples) - size + 1, size)]
     steps = [packed[k : k + world] for k in range(0, len(packed) - world + 1, world)]
     for epoch in range(3):
-        loader = trainer.loader(steps)
+        loader = trainer.loader(trainer.mine(steps))
         stream, times = iter(loader), [time.monotonic()]
         for members in steps:
             supervised = sum(sum(int(sample.supervised().sum()) for sample in batch) for batch in members)
@@ -145,17 +145,17 @@ def random_model(given: argparse.Namespace, device: torch.device) -> Any:
     return model
 
 
-def random_batch(given: argparse.Namespace) -> batches.Batch:
+def random_batch(given: argparse.Namespace, device: torch.device) -> batches.Batch:
     """Return a packed batch of random states."""
 
     class Store:
-        def load(self, number: int, sha256: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        def read(self, number: int, sha256: str | None = None, pin: bool = False) -> Stored:
             generator = torch.Generator().manual_seed(number)
             states = torch.randn(given.document + 1, 4, given.hidden, generator=generator, dtype=torch.bfloat16)
-            return states, torch.randint(163840, (given.document + 1,), generator=generator)
+            return Stored(states, None, torch.randint(163840, (given.document + 1,), generator=generator))
 
     members = [batches.TrainingSample(i, "", mask_of(given)) for i in range(given.tokens // given.document)]
-    return batches.collate(Store(), members, given.tokens, given.ttt_steps, verify=False)  # type: ignore[arg-type]
+    return batches.collate(Store(), members, given.tokens, given.ttt_steps, False, device)  # type: ignore[arg-type]
 
 
 def step(

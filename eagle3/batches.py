@@ -4,8 +4,10 @@ Everything is a function of the sample list, the seed and the epoch, so a resume
 the batches that an undisturbed one would have seen, and the same sums come out on one process or many.
 """
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from queue import Full, Queue
 from typing import Any
@@ -14,9 +16,10 @@ import numpy as np
 import torch
 
 from eagle3.errors import PreconditionError
-from eagle3.states import StateStore
+from eagle3.states import StateStore, damaged
 
 _SHUFFLE_WINDOW = 256
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -75,22 +78,42 @@ class Batch:
         """How many positions carry loss at the first step."""
         return len(self.teacher)
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> "Batch":
-        """Return the batch on a device, the states in `dtype`."""
+    def to(self, device: torch.device, dtype: torch.dtype | None) -> "Batch":
+        """Return the batch on a device, the states in `dtype` (None: as they are)."""
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.to(device, dtype if tensor.is_floating_point() else None, non_blocking=True)
+            return tensor.to(device, dtype if tensor.is_floating_point() else None, non_blocking=device.type == "cuda")
 
         return replace(
             self, ids=move(self.ids), positions=move(self.positions), aux=move(self.aux), teacher=move(self.teacher),
             mask=move(self.mask), rows=move(self.rows),
             judged=[(move(rows), move(teacher)) for rows, teacher in self.judged])
 
+    def without_states(self) -> "Batch":
+        """Return what is asked of a batch besides its states, on the CPU."""
+        none = torch.zeros(0)
+        return replace(self, aux=none, teacher=none).to(_CPU, None)
+
+    def used_here(self) -> "Batch":
+        """Return the batch, of another CUDA stream, for use in the current one: its memory is not given out before."""
+        if self.aux.is_cuda:
+            for tensor in (self.ids, self.positions, self.aux, self.teacher, self.mask, self.rows,
+                           *(index for pair in self.judged for index in pair)):
+                tensor.record_stream(torch.cuda.current_stream())
+        return self
+
 
 def read_samples(store: StateStore, masks: list[np.ndarray], limit: int | None = None) -> list[TrainingSample]:
-    """Return the store's complete samples that have something to learn; PreconditionError if none has."""
+    """Return the store's samples that have something to learn, the first `limit`.
+
+    Raises PreconditionError if none has, or if a file is gone or has another size: without it all later samples would
+    train in other batches, and others would be held out, in the middle of a run too.
+    """
     index = store.index()
-    complete = sorted(store.complete(index))[:limit]
+    complete = sorted(i for i, entry in index.items() if "bytes" in entry)[:limit]
+    if lost := sorted({*complete} - store.complete(index)):
+        others = f", as are {len(lost) - 1} more of {len(complete)}" * (len(lost) > 1)
+        raise damaged(store.path(lost[0]), f"no such file, or of another size than in the index{others}")
     samples = [TrainingSample(i, index[i]["sha256"], np.asarray(masks[i], dtype=bool)) for i in complete]
     samples = [sample for sample in samples if sample.length > 0 and sample.supervised().any()]
     if not samples:
@@ -159,33 +182,51 @@ def efficiency(packed: list[list[TrainingSample]], batch_tokens: int) -> float:
     return used / (len(packed) * batch_tokens) if packed else 0.0
 
 
-def collate(store: StateStore, members: list[TrainingSample], batch_tokens: int, steps: int, verify: bool) -> Batch:
-    """Load and pack samples for `steps` TTT steps; `verify` checks each file's checksum."""
-    columns: dict[str, list[torch.Tensor]] = {name: [] for name in ("ids", "aux", "teacher", "positions")}
-    lengths, masks = [], []
-    for sample in members:
-        states, ids = store.load(sample.i, sample.sha256 if verify else None)
-        if not torch.isfinite(states).all():
-            raise PreconditionError("NaN or Inf in hidden states", where=store.path(sample.i),
-                                    fix="remove the file and run 02_extract_hidden_states.py again")
-        length, mask = min(sample.length, batch_tokens), sample.supervised(batch_tokens)
-        lengths.append(length)
-        masks.append(mask)
-        columns["ids"].append(ids[1 : length + 1])
-        columns["aux"].append(states[:length, :-1].flatten(1))
-        columns["teacher"].append(states[1 : length + 1, -1][torch.from_numpy(mask)])
-        columns["positions"].append(torch.arange(1, length + 1))
+def collate(
+    store: StateStore, members: list[TrainingSample], batch_tokens: int, steps: int, verify: bool,
+    device: torch.device = _CPU, dtype: torch.dtype | None = None, readers: Executor | None = None,
+) -> Batch:
+    """Load and pack samples for `steps` TTT steps.
+
+    Args:
+        verify: check each file's checksum.
+        device: where the batch is to be; states go there as they lie on disk and are put together there.
+        dtype: of the states, as stored if None.
+        readers: threads that read files side by side.
+    """
+    masks = [sample.supervised(batch_tokens) for sample in members]
+    lengths = [len(mask) for mask in masks]
+    numbers = [sample.i for sample in members]
+    read = functools.partial(store.read, pin=device.type == "cuda")
+    checksums = [sample.sha256 if verify else None for sample in members]
+    files = list((readers.map if readers else map)(read, numbers, checksums))
+    slots, hidden = files[0].hidden.shape[1:]
+    aux, teacher, finite, start = None, [], [], 0
+    for own, length, supervised in zip(files, lengths, masks, strict=True):
+        states = own.states(device)
+        if aux is None:
+            aux = torch.empty(sum(lengths), slots - 1, hidden, dtype=dtype or states.dtype, device=device)
+        finite.append(torch.isfinite(torch.stack(states.aminmax())).all())  # NaN is the smallest and the largest
+        aux[start : start + length] = states[:length, :-1]
+        teacher.append(states[torch.from_numpy(1 + np.flatnonzero(supervised)).to(device), -1])
+        start += length
+    if not all(whole := torch.stack(finite).tolist()):
+        raise PreconditionError("NaN or Inf in hidden states", where=store.path(numbers[whole.index(False)]),
+                                fix="remove the file and run 02_extract_hidden_states.py again")
     mask = np.concatenate(masks)
     spans = _spans(masks)
     rows = np.concatenate([np.arange(first, stop) for _, first, stop in spans]) if spans else np.zeros(0, np.int64)
     return Batch(
-        **{name: torch.cat(tensors) for name, tensors in columns.items()},
+        ids=torch.cat([own.ids[1 : length + 1] for own, length in zip(files, lengths, strict=True)]),
+        positions=torch.cat([torch.arange(1, length + 1) for length in lengths]),
+        aux=aux.flatten(1),  # type: ignore[union-attr]
+        teacher=torch.cat(teacher),
         mask=torch.from_numpy(mask),
         lengths=lengths,
         rows=torch.from_numpy(rows),
         spans=spans,
         judged=_judged(mask, rows, steps),
-    )
+    ).to(device, dtype)
 
 
 def _spans(masks: list[np.ndarray]) -> list[tuple[int, int, int]]:

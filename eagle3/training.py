@@ -7,24 +7,27 @@ gradients and optimizer state: each holds its rows of every tensor (FSDP2).
 
 import contextlib
 import math
+import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule
 
 from eagle3 import acceptance, ttt, workers
 from eagle3.batches import Batch, Prefetcher, TrainingSample, collate, pack
 from eagle3.errors import StageError
 from eagle3.options import TrainSection
+from eagle3.sharding import Objective, clip, shard, vectors
 from eagle3.states import StateStore
 from eagle3.trainstate import trainable
 
+_READERS = 8  # files read and checked at once, in each process
 # How long processes wait for each other; torch's 10 minutes on GPUs are less than a checkpoint on a slow disk may take.
 PATIENCE = timedelta(hours=1)
 
@@ -119,41 +122,6 @@ def supervised(members: list[TrainingSample], batch_tokens: int) -> int:
     return sum(int(sample.supervised(batch_tokens).sum()) for sample in members)
 
 
-class Objective(torch.nn.Module):
-    """A drafter with its loss as one module: FSDP gathers weights before a module's forward and reduces gradients
-    after its backward, and the loss calls the drafter's parts one by one."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, batch: Batch | None, *arguments: Any) -> torch.Tensor:
-        """Return `ttt.loss`; without a batch a zero with zero gradients, by which a process takes part in a step."""
-        if batch is not None:
-            return ttt.loss(self.model, batch, *arguments)
-        return torch.stack([0.0 * parameter.sum() for parameter in trainable(self.model).values()])
-
-
-def vectors(objective: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Return the trained parameters of one dimension, the weights of the norms."""
-    return [parameter for parameter in objective.parameters() if parameter.requires_grad and parameter.dim() == 1]
-
-
-def shard(objective: Objective, dtype: torch.dtype) -> None:
-    """Divide the trained matrices among the processes, float32 rows of each; the rest stays whole everywhere.
-
-    The matrices are one group, gathered before a forward and reduced (in float32) after the backward: the drafter is
-    one layer, so there is nothing to gather ahead of another. The weights of the norms stay in float32, as they are in
-    a single process: they are near 1, where bfloat16 knows steps of 1/128 only and most updates are smaller.
-
-    Args:
-        dtype: in which the matrices are gathered and used.
-    """
-    frozen = {parameter for parameter in objective.parameters() if not parameter.requires_grad}
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    fully_shard(objective, mp_policy=policy, reshard_after_forward=False, ignored_params=frozen | {*vectors(objective)})
-
-
 class Trainer:
     """Runs optimizer steps and validation on one process of the group."""
 
@@ -173,20 +141,36 @@ class Trainer:
             shard(self._objective, self._dtype)
         self.optimizer = make_optimizer(model, options)
         self._verified: set[int] = set()
+        self._readers = ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1), "reader")
 
     def load_batch(self, members: list[TrainingSample]) -> Batch:
-        """Load a batch; each file's checksum is checked the first time it is read."""
+        """Load a batch to the device; each file's checksum is checked the first time it is read."""
         fresh = any(sample.i not in self._verified for sample in members)
         steps = max(self.options.ttt_steps, self.options.draft_tokens)
-        batch = collate(self.store, members, self.options.batch_tokens, steps, verify=fresh)
+        with self._beside_training():
+            batch = collate(self.store, members, self.options.batch_tokens, steps, fresh, self.processes.device,
+                            self._dtype, self._readers)
         self._verified.update(sample.i for sample in members)
         return batch
 
-    def loader(self, steps: list[list[list[TrainingSample]]]) -> Prefetcher:
-        """Return a prefetcher over this process's batches of the given steps (None where it has none)."""
-        mine = [step[rank] if rank < len(step) else None
-                for step in steps for rank in self._my_slots()]
-        return Prefetcher(mine, lambda members: None if members is None else self.load_batch(members))
+    @contextlib.contextmanager
+    def _beside_training(self) -> Iterator[None]:
+        """Do what follows on the GPU in a stream of its own, of this thread, and wait for it."""
+        if self.processes.device.type != "cuda":
+            yield
+            return
+        torch.cuda.set_device(self.processes.device)  # each thread has a current one
+        with torch.cuda.stream(torch.cuda.Stream()) as stream:
+            yield
+            stream.synchronize()
+
+    def loader(self, batches: list[list[TrainingSample] | None]) -> Prefetcher:
+        """Return a prefetcher over batches (None stays None)."""
+        return Prefetcher(batches, lambda members: None if members is None else self.load_batch(members))
+
+    def mine(self, steps: list[list[list[TrainingSample]]]) -> list[list[TrainingSample] | None]:
+        """Return this process's batches of the given steps, None where it has none."""
+        return [step[rank] if rank < len(step) else None for step in steps for rank in self._my_slots()]
 
     def _my_slots(self) -> range:
         per_step = self.options.accumulation * self.processes.world
@@ -213,7 +197,8 @@ class Trainer:
             loss_sum += loss.detach()
         if self.processes.world > 1:  # FSDP has done so with the matrices
             for parameter in vectors(self._objective):
-                self.processes.sum(parameter.grad).div_(self.processes.world)
+                if parameter.grad is not None:
+                    self.processes.sum(parameter.grad).div_(self.processes.world)
         loss_value = float(self.processes.sum(loss_sum))
         norm = clip(trainable(self.model).values(), self.options.max_grad_norm or math.inf)
         if not math.isfinite(loss_value) or not math.isfinite(norm):
@@ -222,16 +207,12 @@ class Trainer:
         self.optimizer.step()
         return {"loss": loss_value, "grad_norm": norm, "lr": rate}
 
-    def _on_device(self, batch: Batch) -> Batch:
-        return batch.to(self.processes.device, self._dtype)
-
     def _losses(self, batch: Batch | None, last: bool) -> torch.Tensor:
         """Return the losses of a batch; gradients are summed up here until the last of a step."""
         if isinstance(self._objective, FSDPModule):
             self._objective.set_requires_gradient_sync(last)
         with self._autocast:
-            batch = batch and self._on_device(batch)
-            return self._objective(batch, self.options.ttt_steps, *self._loss)  # type: ignore[no-any-return]
+            return self._objective(batch and batch.used_here(), self.options.ttt_steps, *self._loss)  # type: ignore[no-any-return]
 
     @contextlib.contextmanager
     def _whole_weights(self) -> Iterator[None]:
@@ -247,20 +228,20 @@ class Trainer:
         """Return loss, accuracy by TTT step and predicted acceptance over the held-out samples."""
         options, steps = self.options, max(self.options.ttt_steps, self.options.draft_tokens)
         self.model.eval()
-        packed = pack(samples, options.batch_tokens, None)
+        packed = pack(samples, options.batch_tokens, None)[self.processes.rank :: self.processes.world]
         total = acceptance.Acceptance(0, [0] * options.draft_tokens)
         counts, losses = torch.zeros(steps, 2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
-        with self._whole_weights():
-            for members in packed[self.processes.rank :: self.processes.world]:
+        with self._whole_weights(), contextlib.closing(self.loader([*packed])) as loader:
+            for members, batch in zip(packed, loader, strict=True):
                 if check_stop:
                     check_stop()
-                batch = self.load_batch(members)
                 if batch.supervised == 0:  # prompts longer than a batch
                     continue
                 with torch.inference_mode(), self._autocast:
-                    drafted, loss = ttt.draft(self.model, self._on_device(batch), steps, *self._loss)
-                total.add(acceptance.walk_batch(batch, members, drafted, options.draft_tokens))
-                counts += acceptance.accuracy_counts(batch, drafted)
+                    drafted, loss = ttt.draft(self.model, batch.used_here(), steps, *self._loss)
+                known = batch.without_states()
+                total.add(acceptance.walk_batch(known, members, drafted, options.draft_tokens))
+                counts += acceptance.accuracy_counts(known, drafted)
                 losses += torch.tensor([float(loss[: options.ttt_steps].sum()), batch.supervised], dtype=torch.float64)
         pooled = torch.cat([counts.flatten(), losses, torch.tensor([total.rounds, *total.accepted]).double()])
         pooled = self.processes.sum(pooled.to(self.processes.device)).cpu()
@@ -272,20 +253,6 @@ class Trainer:
             "accuracy_by_step": (counts[:, 0] / counts[:, 1].clamp(min=1)).tolist(),
             "acceptance": predicted.to_dict(),
         }
-
-
-def clip(parameters: Iterable[torch.nn.Parameter], largest: float) -> float:
-    """Scale gradients down to a common norm of at most `largest`; return the norm that they had."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    divided = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
-    whole = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
-    norms = [torch.nn.utils.get_total_norm(group) for group in (divided, whole) if group]
-    norm = math.hypot(*(float(norm.full_tensor() if isinstance(norm, DTensor) else norm) for norm in norms))
-    if norm > largest:  # seldom: most steps are spared a pass over all gradients
-        for gradient in gradients:
-            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            local.mul_(largest / norm)
-    return norm
 
 
 class Throughput:

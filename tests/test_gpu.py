@@ -76,6 +76,14 @@ def test_divergence(kernels, vocab):
     compare(lambda logits: kernels.divergence(logits, targets, places), plain, [random(40, vocab) * 4])
 
 
+def test_fp8_states_decode_as_on_a_cpu():
+    from eagle3 import states
+
+    encoded, scales = states.encode_fp8(random(30, 4, 128).cpu() * torch.logspace(-3, 3, 4)[:, None])
+    stored = states.Stored(encoded, scales, torch.zeros(0))
+    assert torch.equal(stored.states(torch.device("cuda")).cpu(), stored.states())
+
+
 def test_a_step_has_the_loss_and_gradients_of_the_plain_forms(kernels, prepared, tiny_model, monkeypatch):
     """In float32 without the kernels against bf16 with them, on a drafter and states of the tests."""
     from test_fsdp import trainer_of
