@@ -20,19 +20,14 @@ before training is measured as step 0. With --gpus N weights, gradients and mome
 import math
 import os
 import shlex
-import signal
-import subprocess
-import sys
-import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-from eagle3 import config, files, log, verifier
-from eagle3.errors import Interrupted, PreconditionError
+from eagle3 import config, files, log, verifier, workers
+from eagle3.errors import PreconditionError, StaleError
 from eagle3.log import logger
 from eagle3.options import TrainOptions
-from eagle3.script import EXIT_FILE, main
+from eagle3.script import main
 from eagle3.stage import Stage
 
 
@@ -47,66 +42,85 @@ def run(options: TrainOptions, stage: Stage) -> None:
     upstream = {"states": stage.upstream(states, "--states"), "vocab": stage.upstream(mapping, "--vocab")}
     check_lineage(upstream, facts, states, mapping)
     look_ahead(options, stage)
-    if EXIT_FILE not in os.environ:  # once, before any process is started
+    if not workers.FOLDER:  # once, before any process is started
         check_start(options, stage, facts, upstream, mapping)
-    if train.gpus > 1 and "RANK" not in os.environ:
-        return launch(stage, train.gpus)
     opened = open_once(options, stage, upstream)
-    if not opened and "RANK" not in os.environ:
+    if not opened and workers.world() == 1:
         return None
+    if train.gpus > 1 and workers.world() == 1:
+        return stage.run_workers(train.gpus)
+
+    import torch
 
     from eagle3 import batches, drafter, trainstate, vocab
     from eagle3.epochs import Loop
     from eagle3.states import StateStore, load_dataset
     from eagle3.training import Plan, Processes, Trainer
 
+    stage.check_stop()  # a signal that came before the processes wait for each other
     processes = Processes.start()
-    if processes.rank > 0:
-        logger.setLevel("WARNING")  # what all processes know is said once
+    if not processes.from_first(opened):
+        return processes.stop()
+    store = StateStore(states)
+    _, _, masks = load_dataset(states)
+    samples = batches.read_samples(store, masks, stage.common.limit)
+    training, held_out = batches.split(samples, train.validation_fraction, train.seed)
+    plan = Plan(training, train, train.accumulation * processes.world)
+    d2t, t2d = vocab.load_mapping(mapping / vocab.MAPPING)
+    layers = upstream["states"]["layers"]
+    shape = drafter.layer_shape(facts, train.intermediate_size)
+    model = (drafter.continue_from(Path(train.init_from), facts, layers) if train.init_from
+             else drafter.build(facts, layers, d2t, t2d, shape, seed=train.seed)).to(processes.device)
+    trainer = Trainer(model, store, train, processes)
+    loop = Loop(stage, facts, trainer, plan, held_out)
+    packed = plan.packed(0)
+    logger.info(
+        "%d training and %d held-out samples; %d steps of %d batches x %d tokens, packed to %.1f%%; %s trained "
+        "parameters; %s", len(training), len(held_out), plan.total_steps, plan.batches_per_step,
+        train.batch_tokens, 100 * batches.efficiency(packed, train.batch_tokens),
+        f"{sum(p.numel() for p in trainstate.trainable(model).values()):,}", processes.device)
     try:
-        if not processes.from_first(opened):
-            return None
-        store = StateStore(states)
-        _, _, masks = load_dataset(states)
-        samples = batches.read_samples(store, masks, stage.common.limit)
-        training, held_out = batches.split(samples, train.validation_fraction, train.seed)
-        plan = Plan(training, train, train.accumulation * processes.world)
-        d2t, t2d = vocab.load_mapping(mapping / vocab.MAPPING)
-        layers = upstream["states"]["layers"]
-        shape = drafter.layer_shape(facts, train.intermediate_size)
-        model = (drafter.continue_from(Path(train.init_from), facts, layers) if train.init_from
-                 else drafter.build(facts, layers, d2t, t2d, shape, seed=train.seed)).to(processes.device)
-        trainer = Trainer(model, store, train, processes)
-        loop = Loop(stage, facts, trainer, plan, held_out)
-        packed = plan.packed(0)
-        logger.info(
-            "%d training and %d held-out samples; %d steps of %d batches x %d tokens, packed to %.1f%%; %s trained "
-            "parameters; %s", len(training), len(held_out), plan.total_steps, plan.batches_per_step,
-            train.batch_tokens, 100 * batches.efficiency(packed, train.batch_tokens),
-            f"{sum(p.numel() for p in trainstate.trainable(model).values()):,}", processes.device)
         loop.run()
-        if processes.rank == 0:
-            loop.complete(len(training))
-    finally:
-        processes.stop()
-    return None
+    except torch.OutOfMemoryError as error:
+        raise PreconditionError("a GPU has too little memory", found=str(error).partition(". ")[0],
+                                fix="lower --batch-tokens and raise --accumulation by as much; nvidia-smi shows who "
+                                "else uses the GPU") from error
+    if processes.rank == 0:
+        loop.complete(len(training))
+    return processes.stop()  # not after an error: it might wait for the others, who wait for this one
 
 
 def open_once(options: TrainOptions, stage: Stage, upstream: dict[str, dict[str, Any]]) -> bool:
-    """Lock and open the stage in the first process; the others follow it without writing."""
+    """Lock and open the stage before any other process starts, or in the first of those that a launcher started."""
     train = options.train
-    world = int(os.environ.get("WORLD_SIZE", str(train.gpus)))
+    if workers.world() > 1:
+        if workers.rank() > 0:
+            logger.setLevel("WARNING")  # what all processes know is said once
+        if not workers.FOLDER:
+            logger.info("process %d of %d waits for the others at %s:%s", workers.rank() + 1, workers.world(),
+                        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
+        elif workers.rank() == 0:
+            stage.join()
+        if workers.FOLDER or workers.rank() > 0:
+            return True
+    world = max(workers.world(), train.gpus)
     results = config.result_options(options)
     for name in ("train.gpus", "train.accumulation"):
         del results[name]
     results |= {"train.batches_per_step": world * train.accumulation, "common.limit": stage.common.limit}
-    if int(os.environ.get("RANK", "0")) > 0:
-        return True
     identities = {name: manifest["identity"] for name, manifest in upstream.items()}
     identities["model"] = files.sha256_json(files.model_identity(Path(options.model.path)))
     if train.init_from:
         identities["init_from"] = files.sha256_json(files.model_identity(Path(train.init_from)))
-    return stage.open(inputs=identities, results=results)
+    try:
+        checkpoints = stage.directory / "checkpoints"
+        return stage.open(inputs=identities, results=results, holds=lambda: any(checkpoints.glob("*step_*")))
+    except StaleError as error:
+        if "train.batches_per_step" not in str(error.parts["found"]):
+            raise
+        same = "as many batches a step: --gpus times --accumulation"
+        raise StaleError(error.what, where=error.parts["where"], expected=same, found=error.parts["found"],
+                         fix=str(error.parts["fix"])) from None
 
 
 def check_lineage(upstream: dict[str, dict], facts: verifier.Verifier, states: Path, mapping: Path) -> None:
@@ -123,11 +137,14 @@ def check_lineage(upstream: dict[str, dict], facts: verifier.Verifier, states: P
 
 def look_ahead(options: TrainOptions, stage: Stage) -> None:
     """Look at the GPUs before any process is started, once for all of them and not for a finished result."""
-    if "RANK" in os.environ or stage.is_complete:
+    workers.check_environment(options.train.gpus)
+    if workers.world() > 1 or stage.is_complete:
         return
     from eagle3 import preflight
 
     preflight.before_training(options, stage)
+    if not stage.common.dry_run:
+        check_gpus(options.train.gpus)
 
 
 def check_start(options: TrainOptions, stage: Stage, facts: verifier.Verifier, upstream: dict[str, dict],
@@ -173,8 +190,7 @@ def describe(options: TrainOptions, stage: Stage, facts: verifier.Verifier, stat
     kept = train.keep_checkpoints + 2
     plan.say("writes", f"{stage.directory / 'checkpoints'}: {log.size(drafter.checkpoint_bytes)} a checkpoint every "
              f"{train.save_every_min:g} minutes, up to {kept} kept and one being written (estimate)")
-    plan.say("starts", shlex.join([word for word in torchrun(train.gpus) if word != "--dry-run"]) if train.gpus > 1
-             else "one process")
+    plan.say("starts", f"{train.gpus} processes of this script, one a GPU" if train.gpus > 1 else "one process")
     bf16 = plan.trains_in_bf16(train.dtype)
     activations = drafter.activation_bytes(train.batch_tokens, train.ttt_steps, bf16)
     plan.say("memory", f"on each of {train.gpus}: {log.size(drafter.state_bytes(train.gpus))} of weights, gradients, "
@@ -188,37 +204,16 @@ def describe(options: TrainOptions, stage: Stage, facts: verifier.Verifier, stat
     plan.end()
 
 
-def torchrun(gpus: int) -> list[str]:
-    """Return the command that starts this very script in several processes."""
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus), *sys.argv]
-
-
-def launch(stage: Stage, gpus: int) -> None:
-    """Run this script under torchrun and end with the first process's own exit code.
-
-    torchrun turns every failure into 1, so the worker leaves its code in a file. A signal to this process goes
-    to torchrun, which passes it on once; the workers save and stop.
-    """
+def check_gpus(gpus: int) -> None:
+    """Refuse more processes than CUDA shows GPUs, unless it shows none: then all train on the CPU."""
+    if gpus == 1:
+        return
     import torch
 
     if torch.cuda.is_available() and torch.cuda.device_count() < gpus:
         raise PreconditionError("there are fewer GPUs than processes", where="--gpus", found=gpus,
                                 expected=f"at most {torch.cuda.device_count()}, the GPUs that CUDA shows",
                                 fix="give a smaller --gpus, or check nvidia-smi and CUDA_VISIBLE_DEVICES")
-    with tempfile.TemporaryDirectory() as folder:
-        code_file = Path(folder) / "exit"
-        child = subprocess.Popen(torchrun(gpus), env={**os.environ, EXIT_FILE: str(code_file)}, start_new_session=True)
-        stage.interrupt.on_stop(lambda: os.killpg(child.pid, signal.SIGKILL))
-        passed_on = False
-        while child.poll() is None:
-            if stage.signal is not None and not passed_on:
-                child.terminate()
-                passed_on = True
-            time.sleep(0.1)
-        code = int(code_file.read_text()) if code_file.exists() else child.returncode
-    if stage.signal is not None:
-        raise Interrupted(stage.signal)
-    sys.exit(code)
 
 
 if __name__ == "__main__":

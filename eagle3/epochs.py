@@ -2,6 +2,7 @@
 
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 from eagle3 import files, log, training, trainstate, verifier
@@ -37,6 +38,7 @@ class Loop:
         progress = self.stage.progress("training", total, "steps", self.counters["step"]) if self.first else None
         self.saved_at = time.monotonic()
         for epoch in range(self.counters["epoch"], self.options.epochs):
+            self.stop_if_asked()
             self.epoch(epoch, progress)
         if progress:
             progress.close()
@@ -51,8 +53,12 @@ class Loop:
             logger.info("resuming at step %d of %d from %s", self.counters["step"], self.plan.total_steps, newest)
         if self.first:
             rows = files.read_jsonl(self.metrics) if newest else ()
-            kept = [row for _, row in rows if row["step"] <= self.counters["step"]]
+            # Metrics precede their checkpoint: killed between the two, an epoch's last step is validated once more.
+            end = self.counters["step"], self.counters["epoch_end"]
+            kept = [row for _, row in rows if (row["step"], row["kind"] == "validation") <= end]
             files.write_bytes(self.metrics, b"".join(files.encode_line(row) for row in kept))
+            if newest:  # the run before may have been killed between its checkpoint and the links to it
+                self.link(newest)
 
     def measure_start(self) -> None:
         """Validate the drafter that training begins from, as step 0: what it is worth, and whether it fits."""
@@ -79,7 +85,7 @@ class Loop:
         """Train the steps of one epoch that are not done, then validate and save."""
         steps = self.plan.steps(epoch)
         begin = self.counters["step"] - sum(self.plan.steps_per_epoch[:epoch])
-        loader = self.trainer.loader(steps[begin:])
+        loader = self.trainer.loader(self.trainer.mine(steps[begin:]))
         stream, rate = iter(loader), training.Throughput()
         try:
             for members in steps[begin:]:
@@ -118,11 +124,21 @@ class Loop:
         if stop:
             raise Interrupted(self.stage.signal or signal.SIGTERM)
 
+    def stop_if_asked(self) -> None:
+        """Stop where everything is saved, in all processes when one has got a signal."""
+        if self.trainer.processes.any(self.stage.signal is not None):
+            raise Interrupted(self.stage.signal or signal.SIGTERM)
+
     def end_epoch(self, epoch: int) -> None:
-        """Validate, remember the best, save."""
+        """Validate, remember the best, save; a validation that a signal stops is done anew by the next run."""
+        if self.held_out:
+            try:
+                result = self.counters["validation"] = self.validate(epoch + 1)
+            except Interrupted:
+                self.save()
+                raise
         self.counters |= {"epoch": epoch + 1, "epoch_end": True}
         if self.held_out:
-            result = self.counters["validation"] = self.validate(epoch + 1)
             best = self.counters["best"]
             if best is None or result["acceptance"]["length"] > best["acceptance"]["length"]:
                 self.counters["best"] = result | {"step": self.counters["step"]}
@@ -139,12 +155,16 @@ class Loop:
         folder = trainstate.save(self.root, self.counters["step"], self.trainer.model, self.facts,
                                  self.trainer.optimizer, self.counters, writes=self.first)
         if self.first:
-            trainstate.point_to(self.root, "last", folder)
-            best = self.counters["best"]
-            if best and best["step"] == self.counters["step"]:
-                trainstate.point_to(self.root, "best", folder)
-            trainstate.prune(self.root, self.options.keep_checkpoints)
+            self.link(folder)
         self.rows = []
+
+    def link(self, folder: Path) -> None:
+        """Point `last`, and `best` if it is that, to a complete checkpoint; remove what nothing needs."""
+        trainstate.point_to(self.root, "last", folder)
+        best = self.counters["best"]
+        if best and best["step"] == self.counters["step"]:
+            trainstate.point_to(self.root, "best", folder)
+        trainstate.prune(self.root, self.options.keep_checkpoints)
 
     def complete(self, training_samples: int) -> None:
         """Write the manifest of a finished run."""

@@ -16,10 +16,14 @@ class Interrupt:
 
     Attributes:
         signal: the first signal's number once it has come.
+    Args:
+        led: another process started this one for a part of its work. It decides when to stop at once and says so, since
+            a signal to a whole group, which it also hands on, arrives here any number of times.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, led: bool = False) -> None:
         self.signal: int | None = None
+        self._led = led
         self._hooks: list[Callable[[], None]] = []
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP: leave it so
@@ -33,9 +37,10 @@ class Interrupt:
         now = time.monotonic()
         if self.signal is None:
             self.signal, self._signalled_at = number, now
-            logger.warning("signal %d: finishing the unit in hand and saving; once more to stop at once", number)
+            if not self._led:
+                logger.warning("signal %d: finishing the unit in hand and saving; once more to stop at once", number)
             return
-        if now - self._signalled_at < SAME_SIGNAL_S:
+        if self._led or now - self._signalled_at < SAME_SIGNAL_S:
             return
         for hook in self._hooks:
             with contextlib.suppress(Exception):

@@ -34,6 +34,10 @@ class DirectoryLock:
         self._file.write(f"pid {os.getpid()} on {os.uname().nodename} since {datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}")
         self._file.flush()
 
+    def fileno(self) -> int:
+        """Return the descriptor that holds the lock; so does a process that inherits it."""
+        return self._file.fileno()
+
     def release(self) -> None:
         """Unlock the directory."""
         self._file.close()

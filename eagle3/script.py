@@ -3,7 +3,6 @@
 A script is `run(options, stage)` plus `main(__doc__, OptionsClass, run)`.
 """
 
-import contextlib
 import errno
 import logging
 import os
@@ -13,28 +12,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from eagle3 import config, files, log
+from eagle3 import config, files, log, workers
 from eagle3.errors import Interrupted, PreconditionError, StageError, UsageError
 from eagle3.log import logger
 from eagle3.options import CommonOptions
 from eagle3.stage import Stage
 
 Options = TypeVar("Options")
-EXIT_FILE = "EAGLE3_EXIT_FILE"
 
 
 def main(documentation: str, options_class: type[Options], run: Callable[[Options, Stage], None]) -> None:
-    """Run a stage as a script and exit with its documented code.
-
-    Under a launcher that loses exit codes (torchrun), the first process that fails leaves its code in a file.
-    """
+    """Run a stage as a script and exit with its documented code."""
+    workers.follow_parent()
     code = run_script(documentation, options_class, run, sys.argv)
-    if code and (path := os.environ.get(EXIT_FILE)):
-        with contextlib.suppress(FileExistsError), open(path, "x", encoding="utf-8") as file:
-            file.write(str(code))
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if workers.world() > 1:
         # Threads of torch's process group now and then abort the interpreter's own shutdown ("terminate called
-        # without an active exception"), and torchrun would report a finished run as failed.
+        # without an active exception"), and a finished run would count as failed.
         logging.shutdown()
         sys.stdout.flush()
         os._exit(code)
@@ -57,21 +50,30 @@ def run_script(
             raise UsageError("no run directory", where="--run-dir", fix="add --run-dir runs/NAME")
         stage = Stage(Path(argv[0]).stem, options, argv)
         run(options, stage)
-        stage.last_line()
+        if workers.FOLDER is None:  # else the parent says it
+            stage.last_line()
         return 0
     except StageError as error:
         return _fail(stage, error, error.exit_code)
     except Exception as error:  # noqa: BLE001 - the outermost frame of a script
         if (refusal := _refusal(error, stage)) is not None:
             return _fail(stage, refusal, refusal.exit_code)
-        logger.error("%s\nThis is a bug in this stage; the whole log is in the log file.", traceback.format_exc())
-        return _fail(stage, StageError(f"{type(error).__name__}: {error}"), 1)
+        return _fail(stage, StageError(f"{type(error).__name__}: {error}"), 1, traceback.format_exc())
     finally:
         if stage is not None:
             stage.release()
 
 
-def _fail(stage: Stage | None, error: StageError, code: int) -> int:
+def _fail(stage: Stage | None, error: StageError, code: int, bug: str = "") -> int:
+    """Say an error once: a worker leaves that, and the manifest, to its parent."""
+    lost_peer = workers.world() > 1 and _says_a_peer_is_gone(bug)
+    if workers.report(error, code, bug, lost_peer):
+        logger.debug("process %d: %s", workers.rank() + 1, traceback.format_exc())
+        return code
+    if lost_peer:  # under torchrun
+        error = StageError("another process is gone", found=str(error), fix="what it said itself is the reason")
+    elif bug:
+        logger.error("%s\nThis is a bug in this stage; the whole log is in the log file.", bug)
     logger.error("%s", error)
     logger.debug("%s", traceback.format_exc())
     if stage is not None:
@@ -90,3 +92,9 @@ def _refusal(error: Exception, stage: Stage | None) -> PreconditionError | None:
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
         return PreconditionError("cannot write there", where=path, found=error.strerror, fix="check it, or use --out")
     return None
+
+
+def _says_a_peer_is_gone(bug: str) -> bool:
+    """Whether a traceback ends in what gloo, NCCL or their store raise when another process is gone."""
+    last = bug.rstrip().rpartition("\n  File ")[2]
+    return any(word in last for word in ("gloo", "DistBackendError", "DistNetworkError", "DistStoreError"))

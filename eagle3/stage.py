@@ -9,13 +9,14 @@ import json
 import os
 import shlex
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from eagle3 import config, files, log, provenance
+from eagle3 import config, files, log, provenance, workers
 from eagle3.errors import Interrupted, PreconditionError, StageError, StaleError
 from eagle3.interrupt import Interrupt
 from eagle3.lock import DirectoryLock
@@ -55,7 +56,7 @@ class Stage:
         log_file = None if self.common.dry_run else self.run_dir / "logs" / f"{self.directory.name}.log"
         log.set_up(log_file, self.common.log_level)
         logger.debug("command: %s", shlex.join(self.argv))
-        self.interrupt = Interrupt()
+        self.interrupt = Interrupt(led=workers.world() > 1)
 
     # --- inputs and outputs ---
 
@@ -149,6 +150,22 @@ class Stage:
         self._save()
         return True
 
+    def join(self) -> None:
+        """Take part, as the first worker, in the run that the parent has opened: it is to call `complete` only."""
+        self.manifest, self._started = files.read_json(self.directory / "manifest.json"), time.monotonic()
+
+    def run_workers(self, count: int) -> None:
+        """Run this command in `count` processes on what `open` has opened; the first of them completes it.
+
+        Raises what `workers.run` does.
+        """
+        assert self._lock is not None  # the workers keep it until they are gone
+        logger.info("starting %d processes", count)
+        try:
+            workers.run([sys.executable, *sys.argv], count, self.interrupt, [self._lock.fileno()])
+        finally:  # complete, perhaps, even if one failed after that
+            self.manifest = files.read_json(self.directory / "manifest.json")
+
     def finished(self, content: str, missing: int = 0) -> bool:
         """Say whether a stage that grows has nothing to do, and if so put its complete manifest back.
 
@@ -180,12 +197,15 @@ class Stage:
         self.manifest.update(more)
         hashes = {name: entry["sha256"] for name, entry in self.manifest["outputs"].items()}
         self.manifest["identity"] = files.sha256_json([self.manifest["fingerprint"], hashes])
-        self.end("complete")
+        self._end("complete")
 
     def end(self, status: str, *, error: str = "") -> None:
         """Write the last state of this run into the manifest (nothing when `open` was not reached)."""
         if not self.manifest or self._lock is None or self.manifest.get("status") == "complete":
             return
+        self._end(status, error)
+
+    def _end(self, status: str, error: str = "") -> None:
         spent = time.monotonic() - self._started
         self.manifest.update(status=status, ended_at=_now(), error=error)
         self.manifest["seconds"]["this_run"] = round(spent, 1)

@@ -62,9 +62,13 @@ def save(
             with open(temporary / name, "rb+") as file:
                 os.fsync(file.fileno())
         files.write_json(temporary / CHECKSUMS, {name: files.sha256_file(temporary / name) for name in names})
-        shutil.rmtree(folder, ignore_errors=True)
-        os.rename(temporary, folder)
+        old = root / f"{files.TEMPORARY_PREFIX}old-{folder.name}"
+        shutil.rmtree(old, ignore_errors=True)
+        if folder.exists():  # the same step was saved before its validation: it may be the only checkpoint
+            os.rename(folder, old)
+        os.rename(temporary, folder)  # killed just before, `newest` does it
         files.fsync_directory(root)
+        shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         if error.errno in files.DISK_FULL:
@@ -154,6 +158,10 @@ def newest(root: Path) -> Path | None:
     scratch silently.
     """
     for leftover in root.glob(files.TEMPORARY_PREFIX + "*"):
+        final = root / leftover.name.removeprefix(files.TEMPORARY_PREFIX)
+        if final.name.startswith("step_") and not final.exists() and not _damage(leftover):
+            os.rename(leftover, final)
+            continue
         with contextlib.suppress(OSError):
             leftover.unlink() if leftover.is_symlink() or leftover.is_file() else shutil.rmtree(leftover)
     found = sorted(root.glob("step_*"), key=lambda path: -int(path.name.removeprefix("step_")))
@@ -192,7 +200,7 @@ def prune(root: Path, keep_epoch_ends: int) -> None:
     keep |= {os.path.realpath(path) for path in epoch_ends[:keep_epoch_ends]}
     for folder in folders:
         if os.path.realpath(folder) not in keep:
-            doomed = root / f"{files.TEMPORARY_PREFIX}{folder.name}"
+            doomed = root / f"{files.TEMPORARY_PREFIX}old-{folder.name}"
             os.rename(folder, doomed)  # a half-removed folder must not look like a checkpoint
             shutil.rmtree(doomed)
 

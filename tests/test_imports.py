@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = {path.stem: path for path in sorted((ROOT / "eagle3").glob("*.py")) if path.stem != "__init__"}
 SCRIPTS = {path.stem: path for path in sorted(ROOT.glob("0*.py"))}
 FOUNDATION = {"errors", "options", "config", "script", "stage", "interrupt", "lock", "provenance", "log", "files",
-              "processes", "guard"}
+              "processes", "guard", "workers"}
 ENGINES = {"vllm", "sglang"}
 HEAVY = {"torch", "transformers", "numpy", "vllm", "sglang", "speculators", "openai", "datasets", "safetensors"}
 

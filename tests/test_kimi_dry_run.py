@@ -72,7 +72,7 @@ WORDS = {
            "not here: drafter: no weights in models/AQ-MedAI-Kimi-K2-Instruct-eagle3"],
     "04": ["02_states has not run yet: planned for 10,000 samples, 17,300,000 tokens",
            "1,190,948,864 of 2,594,737,152 parameters", "about 1,255 steps of 65,536 tokens", "20 GFLOP a token",
-           "-m torch.distributed.run --standalone --nproc-per-node 8", "16.7 GB a checkpoint every 20 minutes",
+           "8 processes of this script", "16.7 GB a checkpoint every 20 minutes",
            "2.4 GB of weights, gradients, moments", "19m22s", "155 min on one GPU",
            "not here: drafter: no weights in models/AQ-MedAI-Kimi-K2-Instruct-eagle3"],
     "05": ["which has not been trained yet", "midlayer.self_attn.q_proj.weight [8192, 14336]",

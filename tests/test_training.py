@@ -376,23 +376,3 @@ def test_sigterm_saves_and_exits_with_its_code(prepared, tiny_model, tmp_path):
     assert process.wait(timeout=60) == 143, "".join(lines) + rest
     assert manifest(out)["status"] == "interrupted"
     assert trainstate.newest(out / "checkpoints") is not None
-
-
-def test_two_processes_compute_the_same_run(prepared, tiny_model, tmp_path):
-    one, two = tmp_path / "one", tmp_path / "two"
-    common = train_arguments(prepared, tiny_model, "--epochs", 1)
-    run_stage("04_train.py", *common, "--accumulation", 2, "--out", one)
-    run_stage("04_train.py", *common, "--gpus", 2, "--out", two)
-    losses = [[row["loss"] for _, row in files.read_jsonl(folder / "metrics.jsonl")] for folder in (one, two)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-    assert manifest(one)["fingerprint"] == manifest(two)["fingerprint"]
-
-
-def test_failures_keep_their_code_under_torchrun(prepared, tiny_model, tmp_path):
-    states = tmp_path / "02_states"
-    shutil.copytree(prepared / "02_states", states)
-    for path in (states / "hidden_states").iterdir():
-        path.write_bytes(path.read_bytes()[:-64] + b"\0" * 64)
-    arguments = train_arguments(prepared, tiny_model, "--states", states, "--gpus", 2, "--out", tmp_path / "out")
-    failed = run_stage("04_train.py", *arguments, check=3)
-    assert "only that sample is captured again" in failed.stderr
