@@ -160,7 +160,8 @@ class Trainer:
             yield
             return
         torch.cuda.set_device(self.processes.device)  # each thread has a current one
-        with torch.cuda.stream(torch.cuda.Stream()) as stream:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
             yield
             stream.synchronize()
 
