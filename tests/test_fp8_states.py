@@ -6,6 +6,7 @@ import shutil
 import kimi_files
 import pytest
 import torch
+from hs_connectors import fp8_utils
 from pipeline import LAYERS, ROOT, kill_at_random_moments, manifest, run_stage, tree, write_traces
 from safetensors.torch import load_file, save_file
 
@@ -14,7 +15,6 @@ from eagle3.batches import TrainingSample, collate, read_samples
 from eagle3.errors import PreconditionError
 from eagle3.states import FP8_FORM, SCALES, StateStore, bytes_per_token, decode_fp8, encode_fp8, load_dataset
 
-fp8_utils = pytest.importorskip("hs_connectors.fp8_utils")
 SIZES = (0.002, 0.7, 40.0, 3000.0)  # of the slots: a model's first layers are far below its last
 
 
@@ -84,7 +84,7 @@ def test_what_is_not_finite_is_refused_not_clamped(value, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_a_gpu_encodes_to_the_same_bytes():
     for dtype in (torch.bfloat16, torch.float32):
         here, there = encode_fp8(states(dtype=dtype)), encode_fp8(states(dtype=dtype).cuda())
