@@ -119,7 +119,9 @@ def make_plan(options: BenchmarkOptions, stage: Stage, dry: Any = None) -> Plan:
         "prompts": files.sha256_json([[prompt.id, prompt.messages, prompt.tools] for prompt in asked]),
         "engine": "attached" if attached else version,
     }
-    capture = capture_engine(options) if drafter else None
+    capture = None
+    with dry.only_there("the prediction's engine") if dry else contextlib.nullcontext():
+        capture = capture_engine(options) if drafter else None
     return Plan(asked, model, drafter, [BASELINE, *section.draft_tokens], inputs, capture)
 
 

@@ -189,6 +189,8 @@ def test_damaged_files_fail(dry, kimi, tmp_path):
 def test_sglang_is_planned_with_its_own_flags(dry):
     said = dry(only("06"), "--engine", "sglang", "--engine-args", "--mem-fraction-static=0.85", "--draft-tokens", "16")
     assert "-m sglang.launch_server" in said and "--tp-size 8" in said
+    said = dry(only("06"), "--engine", "sglang", "--capture-python", "/opt/vllm/bin/python")
+    assert "not here: the prediction's engine: " in said and "/opt/vllm/bin/python" in said
     assert "--speculative-num-steps 16 --speculative-eagle-topk 1 --speculative-num-draft-tokens 17" in said
 
 
