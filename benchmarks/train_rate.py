@@ -8,7 +8,7 @@ With --documents N the states are files (118 MB each) that stage 04's own loader
 what is lost to it is the difference to the first rate.
 
   python benchmarks/train_rate.py --steps 20
-  python benchmarks/train_rate.py --steps 20 --gpus 8 --documents 64 --scratch /mnt/states
+  python benchmarks/train_rate.py --steps 20 --gpus 8 --documents 256 --scratch /mnt/states
 """
 
 import argparse
@@ -49,6 +49,9 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=0, help="files of states to train on; 0: one batch in memory")
     parser.add_argument("--scratch", type=Path, default=Path("/tmp/train_rate"), help="where these files are written")
     given = parser.parse_args()
+    needed = 3 * given.gpus * (given.tokens // given.document)  # two steps fill the queue, the others are timed
+    if 0 < given.documents < needed:
+        parser.error(f"--documents {given.documents}: at least {needed} for {given.gpus} GPUs")
     if given.gpus > 1 and "RANK" not in os.environ:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(given.gpus)]
         sys.exit(subprocess.run([*command, *sys.argv]).returncode)

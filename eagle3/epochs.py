@@ -122,6 +122,7 @@ class Loop:
         if stop or due or self.trainer.processes.any(late):
             self.save()
         if stop:
+            self.trainer.processes.any(False)  # they meet when the first has written: one that ends before looks failed
             raise Interrupted(self.stage.signal or signal.SIGTERM)
 
     def stop_if_asked(self) -> None:

@@ -154,10 +154,11 @@ def _divergence(  # type: ignore[no-untyped-def]
 class _Divergence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        logits = logits.contiguous()
         rows, vocab = logits.shape
         gradient = torch.empty_like(logits)
         losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
-        _divergence[(rows,)](logits.contiguous(), targets.contiguous(), places, losses, gradient, vocab, BLOCK=4096,
+        _divergence[(rows,)](logits, targets.contiguous(), places.contiguous(), losses, gradient, vocab, BLOCK=4096,
                              num_warps=8)
         ctx.save_for_backward(gradient)
         return losses
@@ -229,6 +230,7 @@ def merge(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torc
     Args:
         query: [R, heads, d], scaled. key, value: [R, KV heads, d].
         out: [R, heads, d] float32, the attention so far. lse: [R, heads] float32, its log-sum-exp.
+    All but key and value are contiguous.
     """
     grid, shape = _tiles(query, key)
     _merge_forward[grid](query, key.contiguous(), value.contiguous(), out, lse, *shape[:3], **shape[3])
@@ -242,11 +244,12 @@ def merge_gradients(
 
     Args:
         gradient, out: of the whole attention, [R, heads, d]. lse: of the whole row, [R, heads] float32.
+    All but key and value are contiguous.
     """
     grid, shape = _tiles(query, key)
+    key, value = key.contiguous(), value.contiguous()
     dkey, dvalue = torch.empty_like(key), torch.empty_like(value)
-    _merge_backward[grid](gradient, query, out, key.contiguous(), value.contiguous(), lse, dquery, dkey, dvalue,
-                          *shape[:3], **shape[3])
+    _merge_backward[grid](gradient, query, out, key, value, lse, dquery, dkey, dvalue, *shape[:3], **shape[3])
     return dkey, dvalue
 
 

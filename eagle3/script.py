@@ -23,9 +23,10 @@ Options = TypeVar("Options")
 
 def main(documentation: str, options_class: type[Options], run: Callable[[Options, Stage], None]) -> None:
     """Run a stage as a script and exit with its documented code."""
-    workers.follow_parent()
+    script = Path(sys.argv[0]).stem
+    workers.follow_parent(script)
     code = run_script(documentation, options_class, run, sys.argv)
-    if workers.world() > 1:
+    if workers.takes_part(script):
         # Threads of torch's process group now and then abort the interpreter's own shutdown ("terminate called
         # without an active exception"), and a finished run would count as failed.
         logging.shutdown()
@@ -66,7 +67,7 @@ def run_script(
 
 def _fail(stage: Stage | None, error: StageError, code: int, bug: str = "") -> int:
     """Say an error once: a worker leaves that, and the manifest, to its parent."""
-    lost_peer = workers.world() > 1 and _says_a_peer_is_gone(bug)
+    lost_peer = stage is not None and workers.takes_part(stage.script) and _says_a_peer_is_gone(bug)
     if workers.report(error, code, bug, lost_peer):
         logger.debug("process %d: %s", workers.rank() + 1, traceback.format_exc())
         return code

@@ -56,7 +56,7 @@ class Stage:
         log_file = None if self.common.dry_run else self.run_dir / "logs" / f"{self.directory.name}.log"
         log.set_up(log_file, self.common.log_level)
         logger.debug("command: %s", shlex.join(self.argv))
-        self.interrupt = Interrupt(led=workers.world() > 1)
+        self.interrupt = Interrupt(led=workers.takes_part(script))
 
     # --- inputs and outputs ---
 

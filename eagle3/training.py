@@ -2,7 +2,7 @@
 
 The loss of a step is the mean over all its supervised positions, whatever batch or process they are in, so
 one process with accumulation 2 and two processes compute the same step. Several processes share weights,
-gradients and optimizer state: each holds its rows of every tensor (FSDP2).
+gradients and optimizer state: each holds its rows of every matrix (FSDP2).
 """
 
 import contextlib
@@ -51,6 +51,8 @@ class Processes:
         if world > 1:
             # Workers meet in a file and so need no port; torchrun has a store of its own.
             store = dist.FileStore(str(workers.FOLDER / "store"), world) if workers.FOLDER else None
+            if store is not None:
+                store.set_timeout(PATIENCE)  # a process may start late, from a slow disk
             dist.init_process_group("nccl" if gpu else "gloo", timeout=PATIENCE, store=store, rank=rank,
                                     world_size=world)
         return Processes(rank, world, device)
@@ -141,6 +143,7 @@ class Trainer:
             shard(self._objective, self._dtype)
         self.optimizer = make_optimizer(model, options)
         self._verified: set[int] = set()
+        self._stream = torch.cuda.Stream(processes.device) if processes.device.type == "cuda" else None
         self._readers = ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1), "reader")
 
     def load_batch(self, members: list[TrainingSample]) -> Batch:
@@ -155,15 +158,15 @@ class Trainer:
 
     @contextlib.contextmanager
     def _beside_training(self) -> Iterator[None]:
-        """Do what follows on the GPU in a stream of its own, of this thread, and wait for it."""
-        if self.processes.device.type != "cuda":
+        """Do what follows on the GPU in the stream for loading, and wait for it. One stream: each has memory of its own
+        that no other can use."""
+        if self._stream is None:
             yield
             return
         torch.cuda.set_device(self.processes.device)  # each thread has a current one
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(self._stream):
             yield
-            stream.synchronize()
+            self._stream.synchronize()
 
     def loader(self, batches: list[list[TrainingSample] | None]) -> Prefetcher:
         """Return a prefetcher over batches (None stays None)."""

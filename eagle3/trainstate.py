@@ -70,6 +70,9 @@ def save(
         files.fsync_directory(root)
         shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
+        if not folder.exists():
+            with contextlib.suppress(OSError):  # where there was one
+                os.rename(root / f"{files.TEMPORARY_PREFIX}old-{folder.name}", folder)
         shutil.rmtree(temporary, ignore_errors=True)
         if error.errno in files.DISK_FULL:
             raise files.disk_full(folder) from error
@@ -157,8 +160,8 @@ def newest(root: Path) -> Path | None:
     Raises PreconditionError when there are checkpoints and all are damaged: training never starts from
     scratch silently.
     """
-    for leftover in root.glob(files.TEMPORARY_PREFIX + "*"):
-        final = root / leftover.name.removeprefix(files.TEMPORARY_PREFIX)
+    for leftover in sorted(root.glob(files.TEMPORARY_PREFIX + "*"), reverse=True):  # step_n before old-step_n
+        final = root / leftover.name.removeprefix(files.TEMPORARY_PREFIX).removeprefix("old-")
         if final.name.startswith("step_") and not final.exists() and not _damage(leftover):
             os.rename(leftover, final)
             continue

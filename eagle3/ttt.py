@@ -115,6 +115,8 @@ def _kernels() -> ModuleType | None:
 
         kernels.norm(torch.ones(1, 8, device="cuda", dtype=torch.bfloat16), torch.ones(8, device="cuda"), 1e-6)
         return kernels
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # noqa: BLE001 - whatever it is, training can do without
         logger.warning("the fused GPU kernels do not run here, training takes longer and more memory: %s: %s",
                        type(error).__name__, error)
@@ -164,7 +166,7 @@ def attend(
     Returns:
         [R, heads, d].
     """
-    if _fused(query):
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         flat = [tensor for pair in drafted for tensor in pair]
         return _FlashAttend.apply(query, keys, values, spans, *flat)  # type: ignore[no-any-return]
     pieces, row = [], 0
@@ -196,6 +198,30 @@ def _attend_document(
     return out.permute(2, 0, 1, 3).reshape(count, heads, size)
 
 
+def _merge(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """The plain form of kernels.merge."""
+    key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value))
+    score = (query.float() * key).sum(-1)
+    after = torch.logaddexp(lse, score)
+    out.mul_((lse - after).exp()[..., None]).add_((score - after).exp()[..., None] * value)
+    lse.copy_(after)
+
+
+def _merge_gradients(
+    gradient: torch.Tensor, query: torch.Tensor, out: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    lse: torch.Tensor, dquery: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The plain form of kernels.merge_gradients."""
+    shape = key.shape[1], query.shape[1] // key.shape[1]
+    keys, values = (tensor.repeat_interleave(shape[1], 1) for tensor in (key, value))
+    weight = ((query.float() * keys).sum(-1) - lse).exp()
+    dscore = (weight * (gradient.float() * (values.float() - out)).sum(-1))[..., None]
+    dquery += dscore * keys
+    dkey, dvalue = (share.unflatten(1, shape).sum(2).to(key.dtype)
+                    for share in (dscore * query, weight[..., None] * gradient))
+    return dkey, dvalue
+
+
 class _FlashAttend(torch.autograd.Function):
     """The same on a GPU: flash attention over the triangle, the diagonals merged in by log-sum-exp.
 
@@ -208,8 +234,6 @@ class _FlashAttend(torch.autograd.Function):
     def forward(ctx: Any, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spans: Spans,
                 *drafted: torch.Tensor) -> torch.Tensor:
         """Return the attention's output [R, heads, d]."""
-        from eagle3 import kernels
-
         lengths = [(stop - first, stop - start) for start, first, stop in spans]
         taken = torch.cat([torch.arange(start, stop) for start, _, stop in spans]).to(query.device)
         cumulative = torch.tensor([[0, 0], *lengths]).cumsum(0).int().to(query.device)
@@ -218,10 +242,11 @@ class _FlashAttend(torch.autograd.Function):
         triangle, triangle_lse, *random = torch.ops.aten._flash_attention_forward(
             query, used_keys, used_values, cumulative[:, 0].contiguous(), cumulative[:, 1].contiguous(), *limits, 0.0,
             True, False, scale=1.0)[:4]
-        lse = triangle_lse.T.contiguous()
+        fused, lse = _fused(query), triangle_lse.T.contiguous()
+        merge = fused.merge if fused else _merge
         out = triangle.float() if drafted else triangle
         for key, value in zip(drafted[::2], drafted[1::2], strict=True):
-            kernels.merge(query, key, value, out, lse)
+            merge(query, key, value, out, lse)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, used_keys, used_values, taken, cumulative, lse, out, *random, *drafted)
         ctx.limits, ctx.tokens = limits, len(keys)
@@ -230,8 +255,6 @@ class _FlashAttend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
         """Return the gradients of query, keys, values and the drafted keys and values."""
-        from eagle3 import kernels
-
         query, keys, values, taken, cumulative, lse, out, state, unused, *drafted = ctx.saved_tensors
         gradient = gradient.contiguous()
         dquery, dkeys, dvalues = torch.ops.aten._flash_attention_backward(
@@ -239,8 +262,10 @@ class _FlashAttend(torch.autograd.Function):
             cumulative[:, 1].contiguous(), *ctx.limits, 0.0, True, state, unused, scale=1.0)
         dquery = dquery.float() if drafted else dquery
         own: list[torch.Tensor] = []
+        fused = _fused(query)
+        merge_gradients = fused.merge_gradients if fused else _merge_gradients
         for key, value in zip(drafted[::2], drafted[1::2], strict=True):
-            own += kernels.merge_gradients(gradient, query, out, key, value, lse, dquery)
+            own += merge_gradients(gradient, query, out, key, value, lse, dquery)
         full = [gradient.new_zeros(ctx.tokens, *part.shape[1:], dtype=part.dtype).index_copy_(0, taken, part)
                 for part in (dkeys, dvalues)]
         return (dquery.to(query.dtype), *full, None, *own)

@@ -25,7 +25,7 @@ from eagle3.log import logger
 
 # How long the others may go on when one has failed. They cannot do another step without it, but the first may be
 # putting a checkpoint of many gigabytes on the disk, and the others may hang in NCCL for ever.
-PEERS_S = float(os.environ.get("EAGLE3_PEERS_S", "60"))  # shorter in tests
+PEERS_S = float(os.environ.get("EAGLE3_PEERS_S", "180"))  # shorter in tests
 _VARIABLE = "EAGLE3_WORKERS"
 _PR_SET_PDEATHSIG = 1
 _STOPS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
@@ -71,12 +71,18 @@ def check_environment(gpus: int) -> None:
                 f"with one: torchrun --nproc-per-node {world()} …, and --gpus {world()} or no --gpus")
 
 
-def follow_parent() -> None:
+def takes_part(script: str) -> bool:
+    """Return whether this process of a script is one of several. Some clusters set a launcher's variables for every
+    command; only training is ever divided."""
+    return FOLDER is not None or (script == "04_train" and world() > 1)
+
+
+def follow_parent(script: str) -> None:
     """End at once when the parent is gone, whatever killed it: a worker alone would keep the GPU and wait.
 
     torchrun's workers do so too.
     """
-    if FOLDER is None and "TORCHELASTIC_RUN_ID" not in os.environ:
+    if FOLDER is None and not (takes_part(script) and "TORCHELASTIC_RUN_ID" in os.environ):
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if FOLDER and os.environ[_VARIABLE].partition(":")[0] != str(os.getppid()):

@@ -93,7 +93,7 @@ def test_a_step_has_the_loss_and_gradients_of_the_plain_forms(kernels, prepared,
 
     found = []
     for dtype in ("float32", "bfloat16"):
-        processes = training.Processes(0, 1, torch.device("cuda"))
+        processes = training.Processes(0, 1, torch.device("cuda", 0))
         options = TrainSection(batch_tokens=100, dtype=dtype)
         trainer, steps, _ = trainer_of(prepared, tiny_model, processes, options=options)
         trainer.model.cuda()

@@ -1,5 +1,6 @@
 """Stage 04 in several processes: what a signal, a failure in one of them, or a kill at any moment leaves behind."""
 
+import errno
 import json
 import os
 import shutil
@@ -228,6 +229,8 @@ def test_variables_of_an_outer_shell_do_no_harm(monkeypatch, environment, gpus, 
     workers.check_environment(gpus)
     assert workers.world() == world and workers._shared_folder() is None
     assert (workers.rank(), workers.local_rank()) == ((1, 1) if world == 2 else (0, 0))
+    assert workers.takes_part("04_train") == (world == 2)
+    assert not workers.takes_part("01_generate_synthetic")  # whose second signal has to stop it at once
 
 
 @pytest.mark.parametrize(("environment", "gpus"), [
@@ -286,6 +289,35 @@ def test_a_checkpoint_that_only_lacks_its_name_gets_it(loop):
     (made.root / f"{files.TEMPORARY_PREFIX}step_999").mkdir()  # one that was cut off
     assert trainstate.newest(made.root) == newest
     assert not list(made.root.glob(files.TEMPORARY_PREFIX + "*"))
+    newest.rename(made.root / f"{files.TEMPORARY_PREFIX}old-{newest.name}")  # moved aside, and nothing followed
+    (made.root / f"{files.TEMPORARY_PREFIX}{newest.name}").mkdir()
+    assert trainstate.newest(made.root) == newest
+
+
+def test_a_disk_that_fails_while_a_step_is_saved_again_leaves_it(loop, monkeypatch):
+    made, os_rename = loop(), os.rename
+    made.epoch(0, None)
+    newest = (made.root / "last").resolve()
+
+    def rename(source, target):
+        if Path(source).name == f"{files.TEMPORARY_PREFIX}{newest.name}":
+            raise OSError(errno.EIO, "the disk")
+        os_rename(source, target)
+
+    monkeypatch.setattr(trainstate.os, "rename", rename)
+    with pytest.raises(OSError, match="the disk"):
+        made.save()
+    assert not trainstate._damage(newest) and trainstate.newest(made.root) == newest
+
+
+def test_processes_that_stop_wait_for_the_one_that_writes(loop, monkeypatch):
+    made, said = loop(), []
+    made.stage.signal = signal.SIGTERM
+    made.trainer.processes = SimpleNamespace(any=lambda flag: said.append("met") or flag)
+    monkeypatch.setattr(made, "save", lambda: said.append("saved"))
+    with pytest.raises(Interrupted):
+        made.save_if_due()
+    assert said == ["met", "saved", "met"]
 
 
 def test_the_only_checkpoint_stays_while_its_step_is_saved_again(loop, monkeypatch):
