@@ -4,7 +4,7 @@ A drafter learns to predict its verifier, so it is trained on the verifier's own
 lines, a JSON array, Parquet, a folder or a hub dataset of {"id", "messages": [{"role", "content"}], "tools"},
 {"id", "prompt"} or ShareGPT {"conversations": [{"from", "value"}]}; id and tools may be missing.
 Writes into RUN_DIR/01_traces:
-  traces.jsonl    one finished reply a line: texts, token ids, what was asked
+  trace_rows.jsonl    one finished reply a line: texts, token ids, what was asked
   skipped.jsonl   prompts that gave no trace (cut inside the reasoning, empty, too long, refused by the
                   template, …) with the reason; they are not asked again until their prompt changes
   failures.jsonl  prompts whose requests failed in the last run; the next run asks them again
@@ -28,12 +28,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from eagle3 import config, files
-from eagle3.errors import FailureLimitError, StaleError, UsageError
-from eagle3.log import logger, size
-from eagle3.options import GenerateOptions
-from eagle3.script import main
-from eagle3.stage import Stage, require_free_disk
+from eagle3.common import config, files
+from eagle3.common.errors import FailureLimitError, StaleError, UsageError
+from eagle3.common.log import logger, size
+from eagle3.common.options import GenerateOptions
+from eagle3.common.script import main
+from eagle3.common.stage import Stage, require_free_disk
 
 TRUNCATED_WARNING = 0.05  # share of replies lost to max_tokens above which the user should know
 # These decide how the server is run or where prompts come from; each trace has its own key for the rest.
@@ -42,10 +42,10 @@ NOT_IN_FINGERPRINT = ("generate.prompts", "generate.serve_args", "generate.serve
 
 def run(options: GenerateOptions, stage: Stage) -> None:
     """Survey the prompts, find what is missing, ask for it, and say what came of it."""
-    from eagle3 import traces
-    from eagle3.plan import Plan
-    from eagle3.prompts import PromptSource
-    from eagle3.sampling import Mix
+    from eagle3.traces import trace_rows
+    from eagle3.traces.prompts import PromptSource
+    from eagle3.traces.sampling import Mix
+    from eagle3.traces.worklist import Plan
 
     section = options.generate
     check_choices(options)
@@ -64,10 +64,10 @@ def run(options: GenerateOptions, stage: Stage) -> None:
         results=fingerprint_options(options, mix),
         stale_on=("model",),
         grows=True,
-        holds=lambda: traces.lie_in(stage.directory),
+        holds=lambda: trace_rows.lie_in(stage.directory),
     )
     stage.manifest["prompts"] = counts.to_dict()
-    ledger = traces.Ledger(stage.directory)
+    ledger = trace_rows.Ledger(stage.directory)
     plan = Plan(source, mix, ledger)
     survey = look_over(stage, plan, ledger)
     if stage.finished(ledger.content, missing=survey.missing):
@@ -103,10 +103,10 @@ def check_choices(options: GenerateOptions) -> None:
     if section.check_tokens:
         config.require(options.model.path, "--model", "the folder whose template --check-tokens compares with")
     if section.endpoint:
-        from eagle3 import replies
+        from eagle3.traces import client
 
         for url in section.endpoint:
-            replies.base_url(url)
+            client.base_url(url)
 
 
 def source_identity(prompts: str) -> dict[str, Any]:
@@ -117,12 +117,12 @@ def source_identity(prompts: str) -> dict[str, Any]:
 
 def describe(options: GenerateOptions, stage: Stage, mix: Any) -> None:
     """Print what would be done; fail where the run would."""
-    from eagle3 import traces
-    from eagle3.dryrun import DryRun
-    from eagle3.plan import CHARACTERS_PER_TOKEN
+    from eagle3.dryrun.dry_run import DryRun
+    from eagle3.traces import trace_rows
+    from eagle3.traces.worklist import CHARACTERS_PER_TOKEN
 
     section, plan = options.generate, DryRun(stage, options.model.path)
-    ledger = traces.Ledger(stage.directory, read=not options.common.restart)
+    ledger = trace_rows.Ledger(stage.directory, read=not options.common.restart)
     survey = survey_for(plan, options, ledger, mix)
     plan.say("reads", f"{section.prompts}: {survey.expected:,} prompts, {survey.missing:,} of them to ask")
     plan.say("writes", f"{stage.directory}; estimate: {survey.prompt_tokens:,} prompt tokens ({CHARACTERS_PER_TOKEN} "
@@ -136,7 +136,7 @@ def describe(options: GenerateOptions, stage: Stage, mix: Any) -> None:
     else:
         plan.say("asks", ", ".join(section.endpoint) + f", {section.concurrency} requests at a time")
         with plan.only_there("server"):
-            from eagle3.endpoints import Pool
+            from eagle3.traces.endpoints import Pool
 
             name = Pool(section.endpoint, section).connect(("", "")).name
             refuse_other_model(stage, ledger.model, name)
@@ -152,8 +152,8 @@ def describe(options: GenerateOptions, stage: Stage, mix: Any) -> None:
 
 def survey_for(plan: Any, options: GenerateOptions, ledger: Any, mix: Any) -> Any:
     """Return the survey of the prompts; where they are not here either, of as many as the reference run had."""
-    from eagle3.plan import Plan, Survey
-    from eagle3.prompts import PromptSource
+    from eagle3.traces.prompts import PromptSource
+    from eagle3.traces.worklist import Plan, Survey
 
     section, stage = options.generate, plan.stage
     if plan.elsewhere and plan.known and not Path(section.prompts).exists() and not plan.named("--prompts"):
@@ -177,9 +177,9 @@ def fingerprint_options(options: GenerateOptions, mix: Any) -> dict[str, Any]:
 
 def ask(options: GenerateOptions, stage: Stage, ledger: Any, plan: Any, survey: Any) -> dict[str, Any]:
     """Ask for what is missing; return the figures of the manifest."""
-    from eagle3.chat import DEFAULT_THINK_TAGS, load_chat
-    from eagle3.endpoints import Pool
-    from eagle3.generation import Generator
+    from eagle3.traces.chat import DEFAULT_THINK_TAGS, load_chat
+    from eagle3.traces.endpoints import Pool
+    from eagle3.traces.generation import Generator
 
     section = options.generate
     stage.manifest.update(look_ahead(options, stage))
@@ -211,7 +211,7 @@ def look_ahead(options: GenerateOptions, stage: Stage) -> dict[str, Any]:
     """Look at what the server of --serve needs, before it is started; return what the manifest says of the engine."""
     if not options.generate.serve:
         return {}
-    from eagle3 import preflight
+    from eagle3.checks import preflight
 
     return preflight.before_engine(options, stage, serve_args=server_arguments(options))
 
@@ -219,11 +219,12 @@ def look_ahead(options: GenerateOptions, stage: Stage) -> dict[str, Any]:
 @contextlib.contextmanager
 def server(options: GenerateOptions, stage: Stage) -> Iterator[tuple[list[str], Callable[[], None]]]:
     """Yield (addresses ending in /v1, a function that raises when the run must stop)."""
-    from eagle3 import launch, replies
+    from eagle3.engines import launch
+    from eagle3.traces import client
 
     section = options.generate
     if not section.serve:
-        yield [replies.base_url(url) for url in section.endpoint], stage.check_stop
+        yield [client.base_url(url) for url in section.endpoint], stage.check_stop
         return
     with launch.serve(
         options.engine, Path(options.model.path), stage=stage, label="generate", extra_args=server_arguments(options)
@@ -292,10 +293,10 @@ def conclude(options: GenerateOptions, stage: Stage, ledger: Any, figures: dict[
 
 def describe_data(stage: Stage) -> None:
     """Write the data report; a trace is not worth less for a plot that failed."""
-    from eagle3 import datareport
+    from eagle3.traces import data_report
 
     try:
-        datareport.write(stage.directory, closing_id=stage.manifest.get("closing_id"))
+        data_report.write(stage.directory, closing_id=stage.manifest.get("closing_id"))
         logger.info("data report: %s", stage.directory / "data_report.html")
     except Exception as error:  # noqa: BLE001 - whatever a plotting library raises
         logger.warning("no data report: %s: %s", type(error).__name__, error)

@@ -18,15 +18,16 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle3 import config, files, log, verifier
-from eagle3.errors import FailureLimitError, PreconditionError, StaleError
-from eagle3.log import logger
-from eagle3.options import ExtractOptions, ExtractSection
-from eagle3.script import main
-from eagle3.stage import Stage, require_free_disk
+from eagle3.common import config, files, log
+from eagle3.common.errors import FailureLimitError, PreconditionError, StaleError
+from eagle3.common.log import logger
+from eagle3.common.options import ExtractOptions, ExtractSection
+from eagle3.common.script import main
+from eagle3.common.stage import Stage, require_free_disk
+from eagle3.drafter import verifier
 
 if TYPE_CHECKING:
-    from eagle3.states import Sample, StateStore
+    from eagle3.states.store import Sample, StateStore
 
 
 def run(options: ExtractOptions, stage: Stage) -> None:
@@ -36,7 +37,7 @@ def run(options: ExtractOptions, stage: Stage) -> None:
     facts = verifier.read(model)
     layers = facts.layers(options.model.layers)
     traces = stage.path_of(extract.traces, "01_traces")
-    from eagle3.extraction import resolve_dtype
+    from eagle3.states.extraction import resolve_dtype
 
     if stage.common.dry_run:
         return describe(options, stage, facts, traces)
@@ -47,7 +48,7 @@ def run(options: ExtractOptions, stage: Stage) -> None:
     results = config.result_options(options) | {"model.layers": layers}
     if extract.states_dtype == "auto":
         del results["extract.states_dtype"]  # results older than this option stay what they are
-    from eagle3.states import StateStore
+    from eagle3.states.store import StateStore
 
     store = StateStore(stage.directory)
     stage.open(inputs=identity, results=results, grows=True, stale_on=("model", "traces"),
@@ -98,8 +99,8 @@ def plan(
     The order of ids, not of completion, so that the numbering does not depend on how stage 01 was scheduled.
     Raises StaleError when a captured trace has changed since.
     """
-    from eagle3 import traces as trace_rows
-    from eagle3.states import Sample
+    from eagle3.states.store import Sample
+    from eagle3.traces import trace_rows as trace_rows
 
     known = {row["id"]: row for row in store.index().values()}
     numbered, fresh = [], []
@@ -138,7 +139,7 @@ def capture(
     options: ExtractOptions, stage: Stage, store: "StateStore", samples: "list[Sample]", done: set[int]
 ) -> tuple[list[dict[str, Any]], float]:
     """Run every batch that has a missing sample; return (failed entries, agreement)."""
-    from eagle3.extraction import AgreementCheck, Capture, batches
+    from eagle3.states.extraction import AgreementCheck, Capture, batches
 
     extract = options.extract
     store.sweep()
@@ -185,19 +186,19 @@ def stored_as(extract: ExtractSection, dtype: str) -> str:
 
 def bytes_needed(samples: "list[Sample]", hidden_size: int, dtype: str) -> int:
     """Return the bytes that the states of these samples take on disk."""
-    from eagle3.states import bytes_per_token
+    from eagle3.states.store import bytes_per_token
 
     return sum(len(sample.input_ids) for sample in samples) * bytes_per_token(hidden_size, dtype)
 
 
 def describe(options: ExtractOptions, stage: Stage, facts: verifier.Verifier, traces: Path) -> None:
     """Print what a run would do, from manifests and JSON files only."""
-    from eagle3 import dryrun
-    from eagle3.states import bytes_per_token
+    from eagle3.dryrun import dry_run
+    from eagle3.states.store import bytes_per_token
 
-    extract, engine, plan = options.extract, options.engine, dryrun.DryRun(stage, facts.folder)
-    foreseen = None if extract.traces else dryrun.traces(stage, facts)
-    samples, tokens = dryrun.limited(stage.upstream(traces, "--traces", foreseen)["counts"], stage.common.limit)
+    extract, engine, plan = options.extract, options.engine, dry_run.DryRun(stage, facts.folder)
+    foreseen = None if extract.traces else dry_run.traces(stage, facts)
+    samples, tokens = dry_run.limited(stage.upstream(traces, "--traces", foreseen)["counts"], stage.common.limit)
     layers = facts.layers(options.model.layers)
     plan.say("reads", f"{traces}: {samples:,} samples, {tokens:,} tokens")
     plan.say("model", f"{facts.folder}: {facts.architecture}, {facts.num_layers} layers, hidden {facts.hidden_size}; "
@@ -217,7 +218,7 @@ def describe(options: ExtractOptions, stage: Stage, facts: verifier.Verifier, tr
                  "--hidden-states-backend fp8")
     batch = max(extract.batch_tokens, extract.max_length)
     if extract.backend == "vllm":
-        plan.say("starts", f"{engine.python or sys.executable} -m eagle3.capture, which loads vLLM with "
+        plan.say("starts", f"{engine.python or sys.executable} -m eagle3.states.engine_side, which loads vLLM with "
                  + shlex.join([*engine.args, "--tensor-parallel-size", str(engine.tensor_parallel_size),
                                "--max-model-len", str(extract.max_length + 1), "--max-num-batched-tokens", str(batch),
                                "--enforce-eager", "--no-enable-prefix-caching"]))
@@ -238,7 +239,7 @@ def look_ahead(options: ExtractOptions, stage: Stage) -> dict[str, Any]:
     """Look at what the engine needs, before it is started; return what the manifest says of it."""
     if options.extract.backend != "vllm":
         return {}
-    from eagle3 import preflight
+    from eagle3.checks import preflight
 
     return preflight.before_engine(options, stage)
 

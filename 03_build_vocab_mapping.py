@@ -20,17 +20,18 @@ import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle3 import config, files, verifier
-from eagle3.errors import PreconditionError
-from eagle3.log import logger
-from eagle3.options import VocabOptions
-from eagle3.script import main
-from eagle3.stage import Stage
+from eagle3.common import config, files
+from eagle3.common.errors import PreconditionError
+from eagle3.common.log import logger
+from eagle3.common.options import VocabOptions
+from eagle3.common.script import main
+from eagle3.common.stage import Stage
+from eagle3.drafter import verifier
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from eagle3.chat import Chat
+    from eagle3.traces.chat import Chat
 
 WORSE = 0.01  # a taken vocabulary may cover this much less than a fresh one before it is worth a warning
 
@@ -46,7 +47,7 @@ def run(options: VocabOptions, stage: Stage) -> None:
     if not open_stage(options, stage, upstream, facts, taken):
         return None
 
-    from eagle3 import vocab
+    from eagle3.drafter import vocab
 
     chat = load_chat(options)
     halves, rows = count_tokens(traces / "traces.jsonl", facts.vocab_size, stage)
@@ -88,7 +89,7 @@ def read_taken(folder: str | None, vocab_size: int) -> "tuple[np.ndarray, np.nda
     """Return (d2t, t2d) of the drafter that --from-checkpoint names, None without one."""
     if folder is None:
         return None
-    from eagle3 import vocab
+    from eagle3.drafter import vocab
 
     d2t, t2d = vocab.published_mapping(Path(folder), vocab_size)
     return d2t.numpy(), t2d.numpy()
@@ -107,7 +108,7 @@ def open_stage(options: VocabOptions, stage: Stage, upstream: dict[str, Any], fa
 
 def load_chat(options: VocabOptions) -> "Chat | None":
     """Return the verifier's tokenizer and template, None when they do not load here: ids are counted all the same."""
-    from eagle3 import chat
+    from eagle3.traces import chat
 
     try:
         return chat.load_chat(Path(options.model.path), trust_remote_code=options.model.trust_remote_code)
@@ -122,7 +123,7 @@ def count_tokens(path: Path, vocab_size: int, stage: Stage) -> "tuple[np.ndarray
     """Return (how often each target token was generated [2, V] int64, by odd and even trace; number of traces)."""
     import numpy as np
 
-    from eagle3 import traces as trace_rows
+    from eagle3.traces import trace_rows as trace_rows
 
     counts = np.zeros((2, vocab_size), dtype=np.int64)
     rows = 0
@@ -188,11 +189,11 @@ def write_tensors(path: Path, tensors: "dict[str, np.ndarray]") -> None:
 
 def describe(options: VocabOptions, stage: Stage, facts: verifier.Verifier, traces: Path) -> None:
     """Print what a run would do."""
-    from eagle3 import dryrun
+    from eagle3.dryrun import dry_run
 
-    plan, size = dryrun.DryRun(stage, facts.folder), options.vocab.draft_vocab_size
-    foreseen = None if options.vocab.traces else dryrun.traces(stage, facts)
-    rows, tokens = dryrun.limited(stage.upstream(traces, "--traces", foreseen)["counts"], stage.common.limit)
+    plan, size = dry_run.DryRun(stage, facts.folder), options.vocab.draft_vocab_size
+    foreseen = None if options.vocab.traces else dry_run.traces(stage, facts)
+    rows, tokens = dry_run.limited(stage.upstream(traces, "--traces", foreseen)["counts"], stage.common.limit)
     plan.say("reads", f"{traces}: {rows:,} traces, {tokens:,} tokens; target vocabulary {facts.vocab_size:,}")
     if options.vocab.from_checkpoint and (taken := plan.published(options.vocab.from_checkpoint)):
         size = taken["draft_vocab_size"]

@@ -23,12 +23,13 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from eagle3 import config, files, log, verifier, workers
-from eagle3.errors import PreconditionError, StaleError
-from eagle3.log import logger
-from eagle3.options import TrainOptions
-from eagle3.script import main
-from eagle3.stage import Stage
+from eagle3.common import config, files, log, workers
+from eagle3.common.errors import PreconditionError, StaleError
+from eagle3.common.log import logger
+from eagle3.common.options import TrainOptions
+from eagle3.common.script import main
+from eagle3.common.stage import Stage
+from eagle3.drafter import verifier
 
 
 def run(options: TrainOptions, stage: Stage) -> None:
@@ -52,10 +53,11 @@ def run(options: TrainOptions, stage: Stage) -> None:
 
     import torch
 
-    from eagle3 import batches, drafter, trainstate, vocab
-    from eagle3.epochs import Loop
-    from eagle3.states import StateStore, load_dataset
-    from eagle3.training import Plan, Processes, Trainer
+    from eagle3.drafter import network, vocab
+    from eagle3.states.store import StateStore, load_dataset
+    from eagle3.training import batches, checkpoints
+    from eagle3.training.loop import Loop
+    from eagle3.training.trainer import Plan, Processes, Trainer
 
     stage.check_stop()  # a signal that came before the processes wait for each other
     processes = Processes.start()
@@ -68,9 +70,9 @@ def run(options: TrainOptions, stage: Stage) -> None:
     plan = Plan(training, train, train.accumulation * processes.world)
     d2t, t2d = vocab.load_mapping(mapping / vocab.MAPPING)
     layers = upstream["states"]["layers"]
-    shape = drafter.layer_shape(facts, train.intermediate_size)
-    model = (drafter.continue_from(Path(train.init_from), facts, layers) if train.init_from
-             else drafter.build(facts, layers, d2t, t2d, shape, seed=train.seed)).to(processes.device)
+    shape = network.layer_shape(facts, train.intermediate_size)
+    model = (network.continue_from(Path(train.init_from), facts, layers) if train.init_from
+             else network.build(facts, layers, d2t, t2d, shape, seed=train.seed)).to(processes.device)
     trainer = Trainer(model, store, train, processes)
     loop = Loop(stage, facts, trainer, plan, held_out)
     packed = plan.packed(0)
@@ -78,7 +80,7 @@ def run(options: TrainOptions, stage: Stage) -> None:
         "%d training and %d held-out samples; %d steps of %d batches x %d tokens, packed to %.1f%%; %s trained "
         "parameters; %s", len(training), len(held_out), plan.total_steps, plan.batches_per_step,
         train.batch_tokens, 100 * batches.efficiency(packed, train.batch_tokens),
-        f"{sum(p.numel() for p in trainstate.trainable(model).values()):,}", processes.device)
+        f"{sum(p.numel() for p in checkpoints.trainable(model).values()):,}", processes.device)
     try:
         loop.run()
     except torch.OutOfMemoryError as error:
@@ -140,7 +142,7 @@ def look_ahead(options: TrainOptions, stage: Stage) -> None:
     workers.check_environment(options.train.gpus)
     if workers.world() > 1 or stage.is_complete:
         return
-    from eagle3 import preflight
+    from eagle3.checks import preflight
 
     preflight.before_training(options, stage)
     if not stage.common.dry_run:
@@ -153,7 +155,7 @@ def check_start(options: TrainOptions, stage: Stage, facts: verifier.Verifier, u
     train = options.train
     if not train.init_from:
         return
-    from eagle3 import drafter, vocab
+    from eagle3.drafter import network, vocab
 
     again = ["python", "03_build_vocab_mapping.py", "--config", stage.common.config, "--run-dir", str(stage.run_dir),
              "--model", options.model.path, "--from-checkpoint", train.init_from, "--out", str(mapping), "--restart"]
@@ -162,23 +164,23 @@ def check_start(options: TrainOptions, stage: Stage, facts: verifier.Verifier, u
     if not train.vocab:
         del again[-3:-1]
     t2d = vocab.load_mapping(mapping / vocab.MAPPING)[1]
-    for note in drafter.check_start(Path(train.init_from), facts, upstream["states"]["layers"], t2d,
+    for note in network.check_start(Path(train.init_from), facts, upstream["states"]["layers"], t2d,
                                     train.intermediate_size, fix=shlex.join(again)):
         logger.warning("%s: %s", train.init_from, note)
 
 
 def describe(options: TrainOptions, stage: Stage, facts: verifier.Verifier, states: Path, mapping: Path) -> None:
     """Print what a run would do, from manifests only (estimates are marked)."""
-    from eagle3 import dryrun, estimates
-    from eagle3.drafterconfig import layer_shape
+    from eagle3.drafter.flat_config import layer_shape
+    from eagle3.dryrun import dry_run, estimates
 
-    train, plan = options.train, dryrun.DryRun(stage, facts.folder)
+    train, plan = options.train, dry_run.DryRun(stage, facts.folder)
     upstream = {
-        "states": stage.upstream(states, "--states", None if train.states else dryrun.states(stage, facts)),
-        "vocab": stage.upstream(mapping, "--vocab", None if train.vocab else dryrun.vocab(stage, facts)),
+        "states": stage.upstream(states, "--states", None if train.states else dry_run.states(stage, facts)),
+        "vocab": stage.upstream(mapping, "--vocab", None if train.vocab else dry_run.vocab(stage, facts)),
     }
     check_lineage(upstream, facts, states, mapping)
-    samples, tokens = dryrun.limited(upstream["states"]["counts"], stage.common.limit)
+    samples, tokens = dry_run.limited(upstream["states"]["counts"], stage.common.limit)
     layer = plan.published(train.init_from) if train.init_from else layer_shape(facts, train.intermediate_size)
     drafter = estimates.drafter(facts, upstream["vocab"]["draft_vocab_size"], layer)
     a_step = train.batch_tokens * train.accumulation * train.gpus

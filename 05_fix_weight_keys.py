@@ -21,13 +21,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-from eagle3 import config, files, findings, log, shards, verifier
-from eagle3.checkpoint import Export
-from eagle3.errors import PreconditionError, UsageError
-from eagle3.log import logger
-from eagle3.options import BenchmarkSection, ExportOptions
-from eagle3.script import main
-from eagle3.stage import Stage, require_free_disk
+from eagle3.common import config, files, findings, log, tensor_files
+from eagle3.common.errors import PreconditionError, UsageError
+from eagle3.common.log import logger
+from eagle3.common.options import BenchmarkSection, ExportOptions
+from eagle3.common.script import main
+from eagle3.common.stage import Stage, require_free_disk
+from eagle3.drafter import verifier
+from eagle3.drafter.checkpoint import Export
 
 CONFIG = "config.json"
 PROMPTS = Path(__file__).parent / "prompts" / "benchmark.jsonl"
@@ -36,9 +37,9 @@ PROMPTS = Path(__file__).parent / "prompts" / "benchmark.jsonl"
 def run(options: ExportOptions, stage: Stage) -> None:
     """Check the checkpoint, write it under new names with a new config, try it on the engine if asked to."""
     if stage.common.dry_run and not options.export.checkpoint and not (stage.run_dir / "04_train").exists():
-        from eagle3 import dryrun
+        from eagle3.dryrun import dry_run
 
-        return dryrun.export(options, stage)
+        return dry_run.export(options, stage)
     export = read_export(options, stage)
     in_place = options.export.in_place
     target = export.folder if in_place else stage.directory / export.engine
@@ -93,13 +94,13 @@ def read_export(options: ExportOptions, stage: Stage) -> Export:
     if section.in_place and (folder / "checksums.json").exists():
         raise PreconditionError("training resumes from this folder, only with the files that it has", where=folder,
                                 fix="leave --in-place out")
-    from eagle3.drafterchecks import training_of
+    from eagle3.checks.drafter_checks import training_of
 
     training = training_of(folder)
     return Export(
         folder=folder,
         raw=files.read_json(folder / CONFIG, fix=fix),
-        tensors=shards.read(folder),
+        tensors=tensor_files.read(folder),
         verifier=facts,
         engine=section.to,
         version=section.engine_version or installed_version(options),
@@ -115,17 +116,17 @@ def installed_version(options: ExportOptions) -> str | None:
     """Return the installed engine's version, or None for the newest."""
     if options.export.to == "speculators":
         return None
-    from eagle3 import engines
-    from eagle3.options import EngineOptions
+    from eagle3.common.options import EngineOptions
+    from eagle3.engines import installed
 
-    return engines.engine_version(EngineOptions(kind=options.export.to, python=options.engine.python))
+    return installed.engine_version(EngineOptions(kind=options.export.to, python=options.engine.python))
 
 
 def check(stage: Stage, export: Export, *, only: bool = False, values: bool = True) -> list[findings.Finding]:
     """Print what every check finds; PreconditionError when one fails. `only`: the report is the result."""
-    from eagle3 import killers
+    from eagle3.drafter import export_checks
 
-    results = killers.run(export, values=values)
+    results = export_checks.run(export, values=values)
     for each in results:
         if only or stage.common.dry_run or each.status == findings.WARN:
             logger.log({"ok": logging.INFO, "warn": logging.WARNING, "fail": logging.ERROR}[each.status], each.line())
@@ -150,31 +151,32 @@ def open_stage(options: ExportOptions, stage: Stage, export: Export) -> bool:
     return stage.open(inputs=identities, results=results)
 
 
-def layout(export: Export, in_place: bool) -> dict[str, dict[str, shards.Entry]]:
+def layout(export: Export, in_place: bool) -> dict[str, dict[str, tensor_files.Entry]]:
     """Return {file name: its tensors by new name}: one file, or in place the files that there are."""
     own = sorted(path.name for path in {entry.file for entry in export.tensors.values()})
-    planned: dict[str, dict[str, shards.Entry]] = {}
+    planned: dict[str, dict[str, tensor_files.Entry]] = {}
     for name, entry in export.shipped.items():
         place = entry.file.name if entry.file.parent == export.folder else own[0]
-        planned.setdefault(place if in_place else shards.SINGLE, {})[name] = entry
+        planned.setdefault(place if in_place else tensor_files.SINGLE, {})[name] = entry
     return planned
 
 
-def plan(export: Export, target: Path, in_place: bool) -> dict[Path, dict[str, shards.Entry]]:
+def plan(export: Export, target: Path, in_place: bool) -> dict[Path, dict[str, tensor_files.Entry]]:
     """Return {file to write: its tensors by new name}; in place only files that change."""
     planned = {target / name: tensors for name, tensors in layout(export, in_place).items()}
     if not in_place:
         return planned
-    return {path: tensors for path, tensors in planned.items() if tensors.keys() != shards.read_header(path).keys()}
+    return {path: tensors for path, tensors in planned.items()
+            if tensors.keys() != tensor_files.read_header(path).keys()}
 
 
 def write(
-    export: Export, target: Path, changes: dict[Path, dict[str, shards.Entry]], in_place: bool
+    export: Export, target: Path, changes: dict[Path, dict[str, tensor_files.Entry]], in_place: bool
 ) -> dict[str, Path]:
     """Write weights and config beside their final names, then rename all of them; return the files by name."""
     require_free_disk(target, sum(e.size for tensors in changes.values() for e in tensors.values()),
                       "the exported drafter")
-    index = target / shards.INDEX
+    index = target / tensor_files.INDEX
     outputs = [*changes, target / CONFIG, *([index] if in_place and index.exists() else [])]
     backups = {path: path.with_name(f"{path.name}.bak") for path in outputs if in_place}
     for path, backup in backups.items():
@@ -183,11 +185,11 @@ def write(
     with contextlib.ExitStack() as stack:  # renames in reverse order: weights first
         temporary = {path: stack.enter_context(files.replacing(path)) for path in reversed(outputs)}
         for path, tensors in changes.items():
-            shards.write(temporary[path], tensors)
+            tensor_files.write(temporary[path], tensors)
             logger.info("%s: %d tensors, %s", path, len(tensors), log.size(sum(e.size for e in tensors.values())))
         temporary[target / CONFIG].write_text(json.dumps(export.config(), indent=2) + "\n", encoding="utf-8")
         if index in temporary:
-            shards.write_index(temporary[index], layout(export, in_place))
+            tensor_files.write_index(temporary[index], layout(export, in_place))
         for path, backup in backups.items():
             keep(path, backup)
     return {path.name: path for path in outputs}
@@ -231,20 +233,23 @@ def look_ahead(options: ExportOptions, stage: Stage) -> dict[str, Any]:
     """Look at what the engine of --smoke needs, before any work; return what the manifest says of it."""
     if not options.export.smoke:
         return {}
-    from eagle3 import preflight
+    from eagle3.checks import preflight
 
     return preflight.before_engine(options, stage, speculates=True)
 
 
 def smoke(options: ExportOptions, stage: Stage, export: Export, drafter: Path) -> dict[str, Any]:
     """Ask a few prompts at temperature 0 and return the acceptance; PreconditionError when it is too low."""
-    from eagle3 import engines, launch, load, preflight, prompts
+    from eagle3.benchmark import load
+    from eagle3.checks import preflight
+    from eagle3.engines import installed, launch
+    from eagle3.traces import prompts
 
     section, model = options.export, Path(options.model.path)
     preflight.before_drafter(options, stage, drafter, export)
     asked = prompts.read_prompts(Path(section.smoke_prompts or PROMPTS), section.smoke_count)
     load_section = BenchmarkSection(max_tokens=section.smoke_tokens, temperature=0.0)
-    arguments = engines.no_prefix_caching(options.engine)
+    arguments = installed.no_prefix_caching(options.engine)
     arguments = [*arguments, "--trust-remote-code"] if options.model.trust_remote_code else arguments
     speculative = {"model": str(drafter), "num_speculative_tokens": section.smoke_draft_tokens}
     with launch.serve(options.engine, model, stage=stage, label=f"{stage.directory.name}-smoke",

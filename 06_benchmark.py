@@ -22,12 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eagle3 import files
-from eagle3.errors import PreconditionError, UsageError
-from eagle3.log import duration, logger
-from eagle3.options import BenchmarkOptions, EngineOptions
-from eagle3.script import main
-from eagle3.stage import Stage
+from eagle3.common import files
+from eagle3.common.errors import PreconditionError, UsageError
+from eagle3.common.log import duration, logger
+from eagle3.common.options import BenchmarkOptions, EngineOptions
+from eagle3.common.script import main
+from eagle3.common.stage import Stage
 
 SCHEMA_VERSION = 1
 
@@ -59,7 +59,7 @@ def run(options: BenchmarkOptions, stage: Stage) -> None:
     if not stage.open(inputs=plan.inputs, holds=lambda: any((stage.directory / "runs").glob("*"))):
         return
     stage.manifest.update(look_ahead(options, stage, plan))
-    from eagle3 import measurements
+    from eagle3.benchmark import measurements
 
     runs = [run for count in plan.counts for run in measure_server(options, stage, plan, count)]
     measurements.compare(stage.directory, runs, greedy=options.benchmark.temperature == 0)
@@ -91,8 +91,9 @@ def run(options: BenchmarkOptions, stage: Stage) -> None:
 
 def make_plan(options: BenchmarkOptions, stage: Stage, dry: Any = None) -> Plan:
     """Check everything that can be checked before a server is started; `dry` is the dry run that this is for."""
-    from eagle3 import engines, prompts
-    from eagle3.measurements import BASELINE
+    from eagle3.benchmark.measurements import BASELINE
+    from eagle3.engines import installed
+    from eagle3.traces import prompts
 
     section = options.benchmark
     if not options.model.path:
@@ -112,7 +113,7 @@ def make_plan(options: BenchmarkOptions, stage: Stage, dry: Any = None) -> Plan:
     asked = prompts.read_prompts(Path(section.prompts), options.common.limit)
     model, drafter = Path(options.model.path), find_drafter(options, stage)
     attached = section.baseline_endpoint and section.drafter_endpoint
-    version = dry.engine(options.engine, model) if dry else engines.engine_version(options.engine)
+    version = dry.engine(options.engine, model) if dry else installed.engine_version(options.engine)
     inputs = {
         "model": files.model_identity(model),
         "drafter": files.model_identity(drafter) if drafter and drafter.exists() else "attached",
@@ -127,7 +128,7 @@ def make_plan(options: BenchmarkOptions, stage: Stage, dry: Any = None) -> Plan:
 
 def capture_engine(options: BenchmarkOptions) -> EngineOptions | None:
     """Return the vLLM with which acceptance is predicted, None when it is not to be or cannot be."""
-    from eagle3 import engines
+    from eagle3.engines import installed
 
     section = options.benchmark
     if not section.predict or section.temperature > 0:
@@ -135,9 +136,9 @@ def capture_engine(options: BenchmarkOptions) -> EngineOptions | None:
     if options.engine.kind == "vllm":
         return options.engine
     engine = dataclasses.replace(options.engine, kind="vllm", python=section.capture_python, args=[], env={})
-    if engines.engine_version(engine) is None:
+    if installed.engine_version(engine) is None:
         logger.warning("the acceptance will not be predicted: there is no vLLM to capture states with in %s; name an "
-                       "interpreter that has it with --capture-python", engines.interpreter(engine))
+                       "interpreter that has it with --capture-python", installed.interpreter(engine))
         return None
     return engine
 
@@ -165,7 +166,7 @@ def find_drafter(options: BenchmarkOptions, stage: Stage) -> Path | None:
 
 def describe(options: BenchmarkOptions, stage: Stage) -> None:
     """Print what a run would start and ask."""
-    from eagle3.dryrun import DryRun
+    from eagle3.dryrun.dry_run import DryRun
 
     section, dry = options.benchmark, DryRun(stage, options.model.path)
     plan = make_plan(options, stage, dry)
@@ -196,7 +197,7 @@ def look_ahead(options: BenchmarkOptions, stage: Stage, plan: Plan) -> dict[str,
     section = options.benchmark
     if section.baseline_endpoint and section.drafter_endpoint:
         return {}
-    from eagle3 import preflight
+    from eagle3.checks import preflight
 
     speculates = not section.drafter_endpoint
     drafter = plan.drafter if speculates and plan.drafter and plan.drafter.exists() else None
@@ -215,7 +216,7 @@ def name_of(draft_tokens: int, concurrency: int | None = None) -> str:
 
 def measure_server(options: BenchmarkOptions, stage: Stage, plan: Plan, draft_tokens: int) -> list[dict[str, Any]]:
     """Return one server's measurements, one a concurrency; those already on disk are kept."""
-    from eagle3 import load, measurements
+    from eagle3.benchmark import load, measurements
 
     section, fingerprint = options.benchmark, stage.manifest["fingerprint"]
     found = {c: measurements.finished(stage.directory, name_of(draft_tokens, c), fingerprint)
@@ -237,7 +238,7 @@ def measure_server(options: BenchmarkOptions, stage: Stage, plan: Plan, draft_to
 @contextlib.contextmanager
 def serving(options: BenchmarkOptions, stage: Stage, plan: Plan, draft_tokens: int) -> Iterator[Any]:
     """Yield the server for a draft-token count: the attached one, else one that is started for it."""
-    from eagle3 import launch, servers
+    from eagle3.engines import launch, servers
 
     endpoint = options.benchmark.drafter_endpoint if draft_tokens else options.benchmark.baseline_endpoint
     if endpoint:
@@ -253,9 +254,9 @@ def serving(options: BenchmarkOptions, stage: Stage, plan: Plan, draft_tokens: i
 
 def server_words(options: BenchmarkOptions, plan: Plan, draft_tokens: int) -> tuple[list[str], dict[str, Any] | None]:
     """Return the server's arguments besides engine.args, and what it is told of the drafter."""
-    from eagle3 import engines
+    from eagle3.engines import installed
 
-    arguments = [*engines.no_prefix_caching(options.engine), *options.benchmark.serve_args]
+    arguments = [*installed.no_prefix_caching(options.engine), *options.benchmark.serve_args]
     if options.model.trust_remote_code:
         arguments.append("--trust-remote-code")
     return arguments, ({"model": str(plan.drafter), "num_speculative_tokens": draft_tokens} if draft_tokens else None)
@@ -266,7 +267,7 @@ def server_words(options: BenchmarkOptions, plan: Plan, draft_tokens: int) -> tu
 
 def publish(directory: Path, results: dict[str, Any]) -> dict[str, Path]:
     """Make report and plots, print the table, and return the files made, by name."""
-    from eagle3 import report
+    from eagle3.benchmark import report
 
     made = report.render(directory)
     logger.info("results\n%s", report.text_table(results))

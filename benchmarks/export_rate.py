@@ -22,9 +22,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from eagle3 import files, shards  # noqa: E402
-from eagle3.checkpoint import engine_names, expected_shapes  # noqa: E402
-from eagle3.drafterconfig import IDS  # noqa: E402
+from eagle3.common import files, tensor_files  # noqa: E402
+from eagle3.drafter.checkpoint import engine_names, expected_shapes  # noqa: E402
+from eagle3.drafter.flat_config import IDS  # noqa: E402
 
 _BLOCK = 8 << 20
 _KIMI = {"hidden_size": 7168, "intermediate_size": 18432, "draft_vocab_size": 32000, "vocab_size": 163840}
@@ -85,7 +85,7 @@ def make_checkpoint(folder: Path, gigabytes: float) -> Path:
         end += size
     folder.mkdir(parents=True)
     text = json.dumps(header).encode()
-    with open(folder / shards.SINGLE, "wb") as file:
+    with open(folder / tensor_files.SINGLE, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, entry in header.items():
             write_data(file, name, entry["data_offsets"][1] - entry["data_offsets"][0], sizes)
@@ -95,7 +95,7 @@ def make_checkpoint(folder: Path, gigabytes: float) -> Path:
                        "rope_theta": 50000.0, "num_hidden_layers": 1}  # fmt: skip
     files.write_json(folder / "config.json", served)
     files.write_json(folder.parent / "verifier" / "config.json", served | {"num_hidden_layers": 8})
-    return folder / shards.SINGLE
+    return folder / tensor_files.SINGLE
 
 
 def write_data(file, name: str, size: int, sizes: dict[str, int]) -> None:
@@ -119,10 +119,10 @@ def copy(source: Path, target: Path) -> None:
 
 def rename(source: Path, target: Path) -> None:
     """Write the file anew under the engines' names, without t2d, as stage 05 does."""
-    tensors = shards.read_header(source)
+    tensors = tensor_files.read_header(source)
     table = engine_names(tensors.keys() - {"t2d"}, "vllm")
     with files.replacing(target) as temporary:
-        shards.write(temporary, {name: tensors[key] for key, name in table.items()})
+        tensor_files.write(temporary, {name: tensors[key] for key, name in table.items()})
 
 
 def seconds(action: Callable[[Path, Path], None], source: Path, target: Path) -> float:

@@ -36,9 +36,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from eagle3 import counters, engines, files, launch, servers, traces  # noqa: E402
-from eagle3.options import EngineOptions  # noqa: E402
-from eagle3.processes import Child  # noqa: E402
+from eagle3.common import files  # noqa: E402
+from eagle3.common.options import EngineOptions  # noqa: E402
+from eagle3.common.processes import Child  # noqa: E402
+from eagle3.engines import counters, installed, launch, servers  # noqa: E402
+from eagle3.traces import trace_rows  # noqa: E402
 
 TOKENS_COUNTER = "vllm:generation_tokens_total"
 LOCAL = {"no_proxy": "127.0.0.1,localhost", "NO_PROXY": "127.0.0.1,localhost"}
@@ -167,8 +169,8 @@ def server_command(given: argparse.Namespace, port: int) -> tuple[list[str], dic
     """Return the server's command line and environment."""
     remote = ["--trust-remote-code"] if given.trust_remote_code else []
     engine = EngineOptions(python=given.python, args=[*shlex.split(given.server_args), *remote])
-    line = launch.command(engine, given.model, port, engines.no_prefix_caching(engine))
-    return line, engines.one_process_on_cpu(engine) | engines.default_env(engine) | LOCAL
+    line = launch.command(engine, given.model, port, installed.no_prefix_caching(engine))
+    return line, installed.one_process_on_cpu(engine) | installed.default_env(engine) | LOCAL
 
 
 def warm_up(server: servers.Server, given: argparse.Namespace) -> None:
@@ -223,7 +225,7 @@ def tokens_so_far(server: servers.Server) -> int:
 def run_bench(server: servers.Server, given: argparse.Namespace, out: Path, number: int) -> dict[str, Any]:
     """Run `vllm bench serve`; return what it reports."""
     result = out / f"bench{number}.json"
-    run(bench_command(server, given, out, result.name), out / f"bench{number}.log", engines.default_env(
+    run(bench_command(server, given, out, result.name), out / f"bench{number}.log", installed.default_env(
         EngineOptions(python=given.python)) | LOCAL)
     report = files.read_json(result)
     if report["completed"] != given.count:
@@ -313,7 +315,7 @@ def load_judge(given: argparse.Namespace) -> Judge:
     """Return what rows are checked with, from the model's folder."""
     from transformers import AutoTokenizer
 
-    from eagle3.chat import load_chat
+    from eagle3.traces.chat import load_chat
 
     tokenizer = AutoTokenizer.from_pretrained(given.model, trust_remote_code=given.trust_remote_code,
                                               local_files_only=True)
@@ -326,7 +328,7 @@ def verify(folder: Path, prompts: list[dict[str, str]], judge: Judge) -> dict[st
     errors: list[tuple[str, str]] = []
     asked = {f"{prompt['id']}#0": prompt["prompt"] for prompt in prompts}
     places: Counter[str] = Counter()
-    for row in traces.read_traces(folder / traces.FILE_NAME):
+    for row in trace_rows.read_traces(folder / trace_rows.FILE_NAME):
         places[row["id"]] += 1
         errors += [(kind, row["id"]) for kind in faults_of(row, asked.get(row["id"]), judge)]
     kept = len(places)
@@ -356,7 +358,7 @@ def end_tokens(folder: Path, tokenizer: Any) -> set[int]:
 
 def faults_of(row: dict[str, Any], asked: str | None, judge: Judge) -> Iterator[str]:
     """Yield what is wrong with a row that answers the prompt `asked`."""
-    from eagle3.chat import as_ids
+    from eagle3.traces.chat import as_ids
 
     tokenizer, ends, tags = judge
     messages, completion = row["prompt"]["messages"], row["completion_token_ids"]
@@ -386,7 +388,7 @@ def faults_of(row: dict[str, Any], asked: str | None, judge: Judge) -> Iterator[
         yield "the server counted other tokens"
     if row["token_source"] != "server":
         yield "ids are not the server's"
-    ids, mask = traces.sequence(row)
+    ids, mask = trace_rows.sequence(row)
     if ids != row["prompt_token_ids"] + completion or len(mask) != len(ids):
         yield "the sequence is not prompt and completion"
     if [number for number, one in enumerate(mask) if one] != list(range(len(ids) - len(completion), len(ids))):

@@ -27,9 +27,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from stub_server import Stub  # noqa: E402
+from support.stub_server import Stub  # noqa: E402
 
-from eagle3 import files, traces  # noqa: E402
+from eagle3.common import files  # noqa: E402
+from eagle3.traces import trace_rows  # noqa: E402
 
 PROMPTS = 60
 RETRIES = 2
@@ -172,7 +173,7 @@ def finished_lines(run_dir: Path) -> dict[str, list[bytes]]:
 def by_id(run_dir: Path) -> dict[str, dict]:
     """Return {id: row} of traces (each checked against its digest) and skips, sorted by id."""
     folder = run_dir / "01_traces"
-    rows = {row["id"]: row for row in traces.read_traces(folder / "traces.jsonl")}
+    rows = {row["id"]: row for row in trace_rows.read_traces(folder / "traces.jsonl")}
     rows |= {row["id"]: row for _, row in files.read_jsonl(folder / "skipped.jsonl")}
     return dict(sorted(rows.items()))
 

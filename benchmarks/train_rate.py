@@ -23,13 +23,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from eagle3 import batches, files
-from eagle3.drafter import _empty_model, layer_shape
-from eagle3.options import TrainSection
-from eagle3.sharding import Objective, clip
-from eagle3.states import StateStore, Stored
-from eagle3.training import Processes, Trainer
-from eagle3.verifier import Verifier
+from eagle3.common import files
+from eagle3.common.options import TrainSection
+from eagle3.drafter.network import _empty_model, layer_shape
+from eagle3.drafter.verifier import Verifier
+from eagle3.states.store import StateStore, Stored
+from eagle3.training import batches
+from eagle3.training.sharding import Objective, clip
+from eagle3.training.trainer import Processes, Trainer
 
 KIMI = {"num_attention_heads": 64, "intermediate_size": 18432, "rope_theta": 50000.0}
 

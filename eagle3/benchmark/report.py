@@ -1,0 +1,244 @@
+"""Tables, plots and the report page of a benchmark, from its results.json alone.
+
+  python -m eagle3.report runs/smollm2/06_bench
+
+Prints acceptance and speed as tables and writes report.html, acceptance.png and throughput.png beside results.json.
+"""
+
+import argparse
+import base64
+import html
+import sys
+from pathlib import Path
+from typing import Any
+
+from eagle3.common import files, log
+from eagle3.common.errors import PreconditionError, StageError
+from eagle3.common.log import logger
+
+_SCHEMA_VERSION = 1
+_ABSENT = "–"
+_UNAVAILABLE = "unavailable"
+_STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
+table { border-collapse: collapse; margin: 1rem 0; display: block; overflow-x: auto; }
+th, td { padding: .3rem .7rem; border-bottom: 1px solid #ccc; text-align: right; white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; }
+img { max-width: 100%; } dt { font-weight: 600; } dd { margin: 0 0 .4rem; overflow-wrap: anywhere; }
+"""
+_NOTES = """Acceptance length is 1 + accepted draft tokens / draft rounds, from the engine's counters over the
+measured requests. Acceptance by position is the share of all rounds that accepted that position and every one
+before it. Predicted values walk the same replies offline in draft rounds. Time per token is a request's whole
+time over its tokens, the prompt included."""
+
+Table = tuple[list[str], list[list[str]]]
+
+
+def render(directory: Path) -> list[Path]:
+    """Write report.html and the plots of a results directory and return what was written.
+
+    Without matplotlib the page has tables only, and a warning says so. Raises PreconditionError when
+    results.json is missing or of another schema version.
+    """
+    results = load(directory)
+    plots = _plots(results, directory)
+    page = directory / "report.html"
+    files.write_bytes(page, _html(results, plots).encode())
+    return [page, *plots]
+
+
+def load(directory: Path) -> dict[str, Any]:
+    """Return the results of a benchmark after checking their schema version."""
+    path = directory / "results.json"
+    results = files.read_json(path, fix="name the directory of a finished benchmark")
+    version = results.get("schema_version") if isinstance(results, dict) else None
+    if version != _SCHEMA_VERSION:
+        raise PreconditionError(
+            "results of another schema version", where=path, expected=_SCHEMA_VERSION, found=version
+        )
+    return results
+
+
+# --- tables -----------------------------------------------------------------------------------------------
+
+
+def speed_table(results: dict[str, Any]) -> Table:
+    """Return tokens/s, speed-up and times, a row a measurement."""
+    head = ["server", "requests in flight", "tokens/s", "speed-up", "request mean / median / p95 (s)",
+            "time per token mean / median / p95 (ms)", "same replies"]
+    rows = []
+    for run in results["runs"]:
+        latency, token = run["latency_s"], run["s_per_token"]
+        lossless = run.get("lossless")
+        rows.append([
+            _server_name(run),
+            str(run["concurrency"]),
+            f"{run['tokens_per_s']:.1f}",
+            f"{run['speedup']:.2f}×" if run.get("speedup") else _ABSENT,
+            " / ".join(f"{latency[name]:.2f}" for name in ("mean", "median", "p95")),
+            " / ".join(f"{1000 * token[name]:.1f}" for name in ("mean", "median", "p95")),
+            _same_replies(lossless) if lossless else _ABSENT,
+        ])
+    return head, rows
+
+
+def _same_replies(lossless: dict[str, Any]) -> str:
+    """Return how many replies are the verifier's own and, where it was judged, how many of the others part by noise."""
+    margins = lossless.get("margins", {}).values()
+    noise = sum(each["within_noise"] for each in margins)
+    judged = f" ({noise} of the other {len(margins)} part within bf16 noise)" if margins else ""
+    return f"{lossless['identical']} of {lossless['replies']}{judged}"
+
+
+def acceptance_table(results: dict[str, Any]) -> Table:
+    """Return acceptance length and acceptance by position, measured and predicted, a row a drafter run."""
+    drafted = [run for run in results["runs"] if run["draft_tokens"]]
+    depth = max((run["draft_tokens"] for run in drafted), default=0)
+    head = ["server", "requests in flight", "", "acceptance length", *(f"position {i + 1}" for i in range(depth))]
+    rows = []
+    for run in drafted:
+        name = [_server_name(run), str(run["concurrency"])]
+        rows.append([*name, "measured", *_acceptance_cells(run.get("acceptance"), depth)])
+        if run.get("predicted"):
+            rows.append([*name, "predicted", *_acceptance_cells(run["predicted"], depth)])
+        if run.get("difference") is not None:
+            rows.append([*name, "difference", f"{run['difference']:+.3f}", *[""] * depth])
+    return head, rows
+
+
+def text_table(results: dict[str, Any]) -> str:
+    """Return both tables as aligned text."""
+    return "\n\n".join(_text(*table) for table in (acceptance_table(results), speed_table(results)))
+
+
+def _acceptance_cells(acceptance: dict[str, Any] | None, depth: int) -> list[str]:
+    if acceptance is None:
+        return [_UNAVAILABLE, *[_UNAVAILABLE] * depth]
+    shares = [f"{share:.3f}" for share in acceptance["by_position"]]
+    return [f"{acceptance['length']:.3f}", *shares, *[_ABSENT] * (depth - len(shares))]
+
+
+def _server_name(run: dict[str, Any]) -> str:
+    return f"drafter, {run['draft_tokens']} draft tokens" if run["draft_tokens"] else "verifier alone"
+
+
+def _text(head: list[str], rows: list[list[str]]) -> str:
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+                     for row in [head, *rows])
+
+
+# --- plots ------------------------------------------------------------------------------------------------
+
+
+def _plots(results: dict[str, Any], directory: Path) -> list[Path]:
+    try:
+        import matplotlib
+    except ImportError:
+        logger.warning("matplotlib is not installed: the report has tables but no plots (pip install matplotlib)")
+        return []
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    made = []
+    for name, draw in (("acceptance", _draw_acceptance), ("throughput", _draw_throughput)):
+        figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+        if draw(axes, results):
+            path = directory / f"{name}.png"
+            with files.replacing(path) as temporary:
+                figure.savefig(temporary, format="png", dpi=120)
+            made.append(path)
+        pyplot.close(figure)
+    return made
+
+
+def _draw_acceptance(axes: Any, results: dict[str, Any]) -> bool:
+    """Draw acceptance by position, measured and predicted; say whether there was anything to draw."""
+    drawn = False
+    for run in results["runs"]:
+        color = None
+        for kind, line in (("acceptance", "o-"), ("predicted", "x--")):
+            shares = (run.get(kind) or {}).get("by_position") or []
+            if shares:
+                label = f"{_server_name(run)}, {run['concurrency']} in flight"
+                label += " (predicted)" if kind == "predicted" else ""
+                plotted = axes.plot(range(1, len(shares) + 1), shares, line, label=label, color=color)
+                color, drawn = plotted[0].get_color(), True
+    axes.set(xlabel="draft position", ylabel="share of rounds that accept it", ylim=(0, 1), title="Acceptance")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    if drawn:
+        axes.legend()
+    return drawn
+
+
+def _draw_throughput(axes: Any, results: dict[str, Any]) -> bool:
+    """Draw tokens/s by concurrency, a line a server."""
+    servers: dict[str, list[tuple[int, float]]] = {}
+    for run in results["runs"]:
+        servers.setdefault(_server_name(run), []).append((run["concurrency"], run["tokens_per_s"]))
+    for name, points in servers.items():
+        axes.plot(*zip(*sorted(points), strict=True), "o-", label=name)
+    ticks = sorted({run["concurrency"] for run in results["runs"]})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.set(xlabel="requests in flight", ylabel="output tokens/s", ylim=(0, None), title="Throughput")
+    axes.legend()
+    return bool(servers)
+
+
+# --- page -------------------------------------------------------------------------------------------------
+
+
+def _html(results: dict[str, Any], plots: list[Path]) -> str:
+    """Return a page in one file: no script, no link, plots inside it."""
+    engine, settings = results["engine"], results["settings"]
+    facts = {
+        "Verifier": results["model"]["path"],
+        "Drafter": f"{results['drafter']['path']} (identity {results['drafter']['identity'][:12]})",
+        "Engine": f"{engine['kind']} {engine['version'] or '(version unknown)'}",
+        "Hardware": ", ".join(settings["gpus"]) or "CPU",
+        "Load": f"{settings['prompts']} prompts, at most {settings['max_tokens']} tokens each, "
+                f"temperature {settings['temperature']:g}",
+    }
+    definitions = "".join(f"<dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd>" for k, v in facts.items())
+    images = "".join(_image(path) for path in plots)
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>Drafter benchmark</title>'
+        f"<style>{_STYLE}</style></head><body><h1>Drafter benchmark</h1><dl>{definitions}</dl>"
+        f"<h2>Acceptance</h2>{_html_table(*acceptance_table(results))}"
+        f"<h2>Speed</h2>{_html_table(*speed_table(results))}{images}<p>{_NOTES}</p></body></html>\n"
+    )
+
+
+def _image(path: Path) -> str:
+    data = base64.b64encode(path.read_bytes()).decode()
+    return f'<img alt="{html.escape(path.stem)}" src="data:image/png;base64,{data}">'
+
+
+def _html_table(head: list[str], rows: list[list[str]]) -> str:
+    def line(cells: list[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+    return f"<table>{line(head, 'th')}{''.join(line(row, 'td') for row in rows)}</table>"
+
+
+def main(arguments: list[str]) -> int:
+    """Render a results directory again and print its tables; return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m eagle3.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("directory", type=Path, help="folder of stage 06 with results.json; report and plots go there")
+    directory = parser.parse_args(arguments).directory
+    log.set_up(None, "info")
+    try:
+        made = render(directory)
+        print(text_table(load(directory)))
+        logger.info("wrote %s", ", ".join(str(path) for path in made))
+        return 0
+    except StageError as error:
+        logger.error("%s", error)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

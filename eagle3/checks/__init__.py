@@ -1,0 +1,1 @@
+"""What is looked at before an engine starts, and what explains a low acceptance afterwards."""

@@ -1,0 +1,97 @@
+"""What is looked at before anything expensive, and what is said of it: the terms of the doctor and of preflight."""
+
+import functools
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from eagle3.common import machine
+from eagle3.common.errors import StageError
+from eagle3.common.options import EngineOptions, ModelOptions
+
+OK, WARN, FAIL = "ok", "warn", "fail"
+_PARTS = ("where", "expected", "found")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One finding: level is ok, warn or fail; `check` may be left empty, for the name of the check that says it."""
+
+    level: str
+    check: str
+    found: str
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is about to be started.
+
+    Attributes:
+        serve_args: more arguments of the server. drafter: the exported drafter, if it is to be looked at.
+        speculates: whether an engine is to serve a drafter. trains: whether processes train, without an engine.
+        training: what is known of the drafter's training; None: what the manifests beside it say.
+    """
+
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    model: ModelOptions = field(default_factory=ModelOptions)
+    run_dir: Path = Path()
+    serve_args: Sequence[str] = ()
+    drafter: Path | None = None
+    speculates: bool = True
+    trains: bool = False
+    training: dict[str, Any] | None = None
+
+    @property
+    def folder(self) -> Path | None:
+        """The verifier's folder, None when no model is named."""
+        return Path(self.model.path) if self.model.path else None
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the engine will find in its environment."""
+        return {**os.environ, **self.engine.env}
+
+    @property
+    def arguments(self) -> list[str]:
+        """What the engine is given on its command line."""
+        return [*self.engine.args, *self.serve_args]
+
+    @functools.cached_property
+    def gpus(self) -> list[machine.Gpu]:
+        """The GPUs that the engine will see."""
+        return machine.gpus(self.environment.get("CUDA_VISIBLE_DEVICES"))
+
+    def argument(self, *names: str) -> str | None:
+        """Return the value of one of the engine's arguments, the last one given, None when there is none."""
+        found = None
+        for word, following in itertools.pairwise([*self.arguments, ""]):
+            flag, equals, value = word.partition("=")
+            if flag in names:
+                found = value if equals else following
+        return found
+
+
+Check = Callable[[Subject], Iterator[Line]]
+
+
+def look(subject: Subject, checks: Sequence[Check]) -> list[Line]:
+    """Return the findings of all checks in their order; what a check raises is a failure of its own.
+
+    They wait for other programs most of the time, so they run side by side.
+    """
+    with ThreadPoolExecutor(max_workers=len(checks)) as pool:
+        return [line for lines in pool.map(lambda check: _lines(check, subject), checks) for line in lines]
+
+
+def _lines(check: Check, subject: Subject) -> list[Line]:
+    name = check.__name__.removeprefix("check_").replace("_", " ")
+    try:
+        return [Line(line.level, line.check or name, line.found, line.fix) for line in check(subject)]
+    except StageError as error:
+        told = [error.what, *(f"{part} {error.parts[part]}" for part in _PARTS if error.parts[part])]
+        return [Line(FAIL, name, "; ".join(told), str(error.parts["fix"]))]

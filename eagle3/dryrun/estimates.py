@@ -1,0 +1,205 @@
+"""What a stage will take: parameters, bytes, memory and, where a rate is known, time.
+
+Sizes follow from config.json, the shard index and the options. Rates are those of one run, of Kimi-K2.5 on 8 RTX
+PRO 6000, which existed before this pipeline; they are scaled by tokens and offered for that model alone. What it
+wrote down is shown beside, and no formula is bent towards it: its 828 GB do not even fit its own 17.3 M tokens.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eagle3.common import files, tensor_files
+from eagle3.drafter.checkpoint import EMBEDDING, MAPPING, expected_shapes
+from eagle3.drafter.flat_config import layer_shape
+from eagle3.drafter.verifier import Verifier
+
+AUXILIARY = 3  # captured layers that the drafter reads
+_FLOAT32, _BFLOAT16, _ID = 4, 2, 8  # bytes
+# A trained parameter: weight, gradient and AdamW's two moments while training; in a checkpoint bf16 to serve, and
+# weight and moments for an exact resume.
+_TRAINING, _CHECKPOINT = 4 * _FLOAT32, _BFLOAT16 + 3 * _FLOAT32
+# Vectors of the hidden size that a prefill holds at once beside its MLP, counted in the decoder layers of vLLM.
+_PREFILL_VECTORS = 8
+# Vectors of the hidden size kept for one layer's backward (norms, residuals, outputs, fc), and bytes a logit:
+# bf16 logits and their gradient, float32 log-softmax of drafter and verifier.
+_TRAINING_VECTORS, _LOGIT = 8, 2 * _BFLOAT16 + 2 * _FLOAT32
+
+
+# --- the run that inspired this project --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The figures of Kimi-K2.5 on 8 RTX PRO 6000 (10,000 traces; where marked, a second run with 37,312).
+
+    Attributes:
+        tokens: of all samples. trace_s, load_s, train_s: seconds. capture_rate: tokens a second on 8 GPUs.
+        train_epochs: passes over all samples in train_s, held-out ones included, on one GPU.
+        told: what the run reported, by stage.
+    """
+
+    name: str = "the run on 8 RTX PRO 6000"
+    samples: int = 10_000
+    tokens: int = 17_300_000
+    trace_s: float = 5.3 * 3600
+    load_s: float = 24.5 * 60
+    capture_rate: float = 3165.0
+    train_s: float = 155 * 60
+    train_epochs: int = 5
+
+    told = {
+        "01_traces": "10,000 traces in 5.3 h, none failed; in the larger run 37,312 with 87.8 M tokens",
+        "02_states": "17.3 M tokens at 3,165 tok/s in 91 min after a load of 24.5 min, 828 GB; the larger run 4.6 TB",
+        "03_vocab": "163,840 → 32,000 tokens, 98.3% of token frequency",
+        "04_train": "10,000 samples, 5 epochs, sequences of 2,048: 155 min on one GPU, checkpoint 4.5 GB, acceptance "
+        "length about 2.1; in the larger run 10.8 h on 4 GPUs with FSDP, 74.7% at the first step, length about 2.95",
+        "05_export": "keys renamed by hand (layers.0 → midlayer) until SGLang read them",
+        "06_bench": "vLLM 0.16 with patches: 15% acceptance, 0.66 × the speed (a defect); SGLang with 16 draft tokens",
+    }
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """Average tokens of a sample, prompt and reply."""
+        return self.tokens // self.samples
+
+    def trace_seconds(self, tokens: int) -> float:
+        """Return the time for generating traces of so many tokens."""
+        return self.trace_s * tokens / self.tokens
+
+    def capture_seconds(self, tokens: int) -> float:
+        """Return the time for capturing so many tokens, without loading the model."""
+        return tokens / self.capture_rate
+
+    def training_seconds(self, tokens: int, epochs: int, gpus: int) -> float:
+        """Return the time for training on so many tokens if `gpus` are that many times as fast as one."""
+        return self.train_s * (tokens * epochs) / (self.tokens * self.train_epochs) / gpus
+
+
+def reference(facts: Verifier) -> Reference | None:
+    """Return the reference run for the model that it was made with, None for any other (also its small likenesses)."""
+    same = facts.architecture.startswith("KimiK25") and (facts.hidden_size, facts.num_layers) == (7168, 61)
+    return Reference() if same else None
+
+
+# --- the verifier on an engine -----------------------------------------------------------------------------
+
+
+def weight_bytes(folder: Path) -> int:
+    """Return the bytes of a model's weights, from its index where it has one, else from its files (0: none there)."""
+    if (folder / tensor_files.INDEX).exists():
+        total = files.read_json(folder / tensor_files.INDEX).get("metadata", {}).get("total_size")
+        if total:
+            return int(total)
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def kv_bytes_per_token(facts: Verifier, gpus: int) -> int:
+    """Return the bytes of KV cache that one token takes on each of `gpus` GPUs (bf16).
+
+    MLA keeps one latent vector for all heads, which tensor parallelism cannot split.
+    """
+    config = facts.config
+    if facts.mla:
+        return (int(config["kv_lora_rank"]) + int(config["qk_rope_head_dim"])) * facts.num_layers * _BFLOAT16
+    shape = layer_shape(facts)
+    heads = math.ceil(shape["num_key_value_heads"] / gpus)
+    return 2 * heads * shape["head_dim"] * facts.num_layers * _BFLOAT16
+
+
+def prefill_bytes(facts: Verifier, tokens: int, gpus: int) -> int:
+    """Return roughly what a prefill pass of so many tokens holds besides weights and KV cache on each GPU."""
+    config = facts.config
+    experts = int(config.get("num_experts_per_tok") or 0)
+    inner = experts * int(config.get("moe_intermediate_size") or 0) if experts else int(config["intermediate_size"])
+    return tokens * _BFLOAT16 * ((_PREFILL_VECTORS + experts) * facts.hidden_size + 3 * math.ceil(inner / gpus))
+
+
+# --- the drafter -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """Sizes of a drafter.
+
+    Attributes:
+        trained: parameters of fc, the decoder layer, norms and lm_head. frozen: those of the verifier's embedding
+            and of its head's rows for the draft vocabulary, the teacher. fc, head: parameters of those two.
+        kept: bytes that one position of one TTT step keeps for the backward pass. vocab, target_vocab: tokens.
+    """
+
+    trained: int
+    frozen: int
+    fc: int
+    head: int
+    kept: int
+    vocab: int
+    target_vocab: int
+
+    @property
+    def total(self) -> int:
+        """All parameters in memory while training."""
+        return self.trained + self.frozen
+
+    @property
+    def served_bytes(self) -> int:
+        """Bytes of what an engine loads: trained parameters in bf16, and the vocabulary mapping."""
+        return self.trained * _BFLOAT16 + self.vocab * _ID + self.target_vocab
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of a training checkpoint."""
+        return self.trained * _CHECKPOINT + self.vocab * _ID + self.target_vocab
+
+    def flops_per_token(self, steps: int) -> int:
+        """Return the matrix operations of training on one token at which every TTT step carries loss.
+
+        Two a parameter forward and four backward; fc runs once, the teacher's head once and forward only.
+        """
+        return 6 * (self.fc + steps * (self.trained - self.fc)) + 2 * self.head
+
+    def state_bytes(self, gpus: int) -> int:
+        """Return weights, gradients and moments of the trained parameters on each GPU, sharded over all."""
+        return self.trained * _TRAINING // gpus
+
+    def whole_bytes(self, gpus: int, bf16: bool) -> int:
+        """Return what else lies whole on each GPU: the frozen parameters, and of the trained ones what a step gathers.
+
+        FSDP gathers weights and gradients in the compute precision and reduces gradients in float32; on one GPU
+        autocast copies the weights, and frozen ones stay float32.
+        """
+        item = _BFLOAT16 if bf16 else _FLOAT32
+        if gpus > 1:
+            return self.frozen * item + self.trained * (2 * item + _FLOAT32)
+        return self.frozen * _FLOAT32 + self.trained * (item if bf16 else 0)
+
+    def activation_bytes(self, tokens: int, steps: int, bf16: bool) -> int:
+        """Return the bytes that a batch of so many tokens keeps for the backward pass."""
+        return tokens * steps * self.kept * (1 if bf16 else 2)
+
+
+def drafter(facts: Verifier, draft_vocab: int, layer: dict[str, Any] | None = None) -> Drafter:
+    """Return the sizes of a drafter of this verifier; `layer` is its configuration, by default a fresh one's."""
+    layer = layer or layer_shape(facts)
+    shapes = tensors(facts, draft_vocab, layer)
+    counts = {name: math.prod(shape) for name, shape in shapes.items() if name not in MAPPING}
+    head, hidden = counts["lm_head.weight"], facts.hidden_size
+    attention = (2 * layer["num_attention_heads"] + 2 * layer["num_key_value_heads"]) * layer["head_dim"]
+    kept = _BFLOAT16 * ((_TRAINING_VECTORS * hidden) + attention + 3 * layer["intermediate_size"])
+    return Drafter(
+        trained=sum(counts.values()),
+        frozen=facts.vocab_size * hidden + head + hidden,
+        fc=counts["fc.weight"],
+        head=head,
+        kept=kept + _LOGIT * draft_vocab,
+        vocab=draft_vocab,
+        target_vocab=facts.vocab_size,
+    )
+
+
+def tensors(facts: Verifier, draft_vocab: int, layer: dict[str, Any] | None = None) -> dict[str, tuple[int, ...]]:
+    """Return {name: shape} of what stage 04 saves for an engine."""
+    shape = (layer or layer_shape(facts)) | {"draft_vocab_size": draft_vocab, "num_aux_hidden_states": AUXILIARY}
+    shapes = expected_shapes(shape)
+    return {name: shape for name, shape in shapes.items() if name != EMBEDDING}

@@ -1,0 +1,286 @@
+"""The hidden-state store: an Arrow dataset of token ids and masks beside one safetensors file per sample.
+
+`speculators train --data-path` reads the same folder: row i of the dataset belongs to
+`hidden_states/hs_{i}.safetensors`. The index says which samples are complete; a file without an index entry
+does not count, and neither does an entry whose file is gone or has another size.
+
+States lie there in the verifier's precision, or as fp8: `hidden_states` float8_e4m3fn beside
+`hidden_states_scales` float32, read as fp8.to(dtype) * scale.to(dtype). That is what `hs_connectors` calls FP8; its
+one scale a token becomes one for each token and slot, so that a layer far smaller than the last is not rounded away.
+"""
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eagle3.common import files
+from eagle3.common.errors import PreconditionError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+INDEX = "index.jsonl"
+HIDDEN_STATES = "hidden_states"
+SCALES = "hidden_states_scales"
+FP8 = "fp8"
+# What an fp8 file says of itself in its metadata.
+FP8_FORM = "float8_e4m3fn; hidden_states.to(dtype) * hidden_states_scales.to(dtype), a scale for each token and slot"
+_FP8_MAX = 448.0
+# Scales keep every product a normal, finite bf16: 2^-9 (the smallest fp8) x 2^-100, and 448 x 145 x 2^112.
+_SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-100, 145 * 2.0**112
+_DATASET_FILES = ("data-00000-of-00001.arrow", "dataset_info.json", "state.json")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sequence to capture: its number, trace id, digest of the trace row, token ids and loss mask."""
+
+    i: int
+    id: str
+    digest: str
+    input_ids: list[int]
+    loss_mask: list[int]
+
+    def identity(self) -> dict[str, str]:
+        """Return what ties an index entry to its trace."""
+        return {"id": self.id, "digest": self.digest}
+
+
+def bytes_per_token(hidden_size: int, dtype: str = "bfloat16", slots: int = 4) -> int:
+    """Return the bytes that one token takes on disk: `slots` vectors in `dtype` (fp8: with a float32 scale each) and
+    an int64 id."""
+    vector = hidden_size + 4 if dtype == FP8 else hidden_size * (4 if dtype == "float32" else 2)
+    return slots * vector + 8
+
+
+def encode_fp8(states: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
+    """Return finite states [T, slots, H] as (float8_e4m3fn [T, slots, H], float32 scales [T, slots, 1]).
+
+    A scale is amax / 448, rounded to what bf16 holds: decoding in bf16 uses the very scale that encoding divided by,
+    and a value is rounded to fp8 once and its product to bf16 once. Powers of two would make the product exact, but
+    put the largest value of a vector anywhere on fp8's coarse grid instead of on 448. Where one value makes most of a
+    vector's norm, as in many models, that costs a third: on SmolLM2-135M an error of 3.9% instead of 2.9% of the
+    vector for the worst token in a hundred (median 2.5% and 2.2%).
+    """
+    import torch
+
+    encoded = torch.empty(states.shape, dtype=torch.float8_e4m3fn, device=states.device)
+    scales = torch.empty((*states.shape[:-1], 1), dtype=torch.float32, device=states.device)
+    for slot in range(states.shape[1]):  # one at a time: float32 quotients take twice the memory of bf16 states
+        scale = states[:, slot].abs().amax(-1, keepdim=True).float() / _FP8_MAX
+        scales[:, slot] = scale.to(torch.bfloat16).clamp(_SMALLEST_SCALE, _LARGEST_SCALE)
+        # A scale rounded down gives quotients up to 452; fp8 rounds all below 464 to 448, and only then overflows.
+        encoded[:, slot] = states[:, slot] / scales[:, slot]
+    return encoded, scales
+
+
+def decode_fp8(encoded: "torch.Tensor", scales: "torch.Tensor") -> "torch.Tensor":
+    """Return the bfloat16 states of an fp8 form on the CPU (H even), scales broadcast; NaN stays NaN."""
+    import numpy as np
+    import torch
+
+    values = _values_of_pairs()[encoded.contiguous().view(torch.int16).numpy().view(np.uint16)]
+    return torch.from_numpy(values).view(torch.bfloat16).mul_(scales.to(torch.bfloat16))
+
+
+@functools.cache
+def _values_of_pairs() -> "np.ndarray":
+    """Return the two bf16 values, as one int32, of any two fp8 bytes. Looking them up takes a quarter of the time of
+    torch's conversion, which on one core took longer than reading the file."""
+    import torch
+
+    pairs = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float8_e4m3fn)
+    return pairs.to(torch.bfloat16).view(torch.int32).numpy()
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a file holds: hidden [T, slots, H] in whatever form, fp8 scales [T, slots, 1] or None, ids [T] int64."""
+
+    hidden: "torch.Tensor"
+    scales: "torch.Tensor | None"
+    ids: "torch.Tensor"
+
+    @staticmethod
+    def within(data: "torch.Tensor") -> "Stored":
+        """Return them as views of a safetensors file in memory [bytes] uint8."""
+        import torch
+
+        types = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F8_E4M3": torch.float8_e4m3fn,
+                 "I64": torch.int64}
+        start = 8 + int.from_bytes(data[:8].numpy().tobytes(), "little")
+        header = json.loads(data[8:start].numpy().tobytes())
+
+        def view(name: str) -> "torch.Tensor":
+            begin, end = header[name]["data_offsets"]
+            return data[start + begin : start + end].view(types[header[name]["dtype"]]).view(header[name]["shape"])
+
+        hidden = view("hidden_states")
+        return Stored(hidden, view(SCALES) if hidden.dtype == torch.float8_e4m3fn else None, view("token_ids"))
+
+    def states(self, device: "torch.device | None" = None) -> "torch.Tensor":
+        """Return the states [T, slots, H] on a device (default: the CPU), fp8 decoded to bfloat16 there."""
+        import torch
+
+        if self.scales is None:
+            return self.hidden if device is None else self.hidden.to(device, non_blocking=True)
+        if device is None or device.type == "cpu":
+            return decode_fp8(self.hidden, self.scales)
+        hidden, scales = (part.to(device, non_blocking=True) for part in (self.hidden, self.scales))
+        return hidden.to(torch.bfloat16).mul_(scales.to(torch.bfloat16))
+
+
+class StateStore:
+    """Reads and extends one 02_states directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.index_path = directory / INDEX
+        self.files = directory / HIDDEN_STATES
+
+    def path(self, number: int) -> Path:
+        """Return the file of sample `number`."""
+        return self.files / f"hs_{number}.safetensors"
+
+    def index(self) -> dict[int, dict[str, Any]]:
+        """Return {sample number: index entry}; a later entry replaces an earlier one.
+
+        A sample that failed keeps its number: its entry has `error` instead of bytes and checksum.
+        """
+        return {int(row["i"]): row for _, row in files.read_jsonl(self.index_path)}
+
+    def complete(self, index: dict[int, dict[str, Any]]) -> set[int]:
+        """Return the numbers whose file is there with the recorded size (terabytes are not read again)."""
+        sizes = {}
+        with contextlib.suppress(FileNotFoundError):
+            sizes = {entry.name: entry.stat().st_size for entry in os.scandir(self.files)}
+        return {i for i, row in index.items() if "bytes" in row and sizes.get(f"hs_{i}.safetensors") == row["bytes"]}
+
+    def append(self, entries: Iterable[dict[str, Any]]) -> None:
+        """Add entries durably: from then on their samples are done."""
+        with files.Appender(self.index_path) as appender:
+            appender.append(entries)
+
+    def finish(self, samples: list[Sample]) -> list[Path]:
+        """Write the Arrow dataset and the sorted index; return the files that make the store's identity."""
+        index = self.index()
+        lines = [files.encode_line(index[sample.i]) for sample in samples if sample.i in index]
+        files.write_bytes(self.index_path, b"".join(lines))
+        _write_dataset(self.directory, samples)
+        return [self.index_path, *(self.directory / name for name in _DATASET_FILES)]
+
+    def sweep(self) -> int:
+        """Remove temporary files of an interrupted run; return how many there were."""
+        leftovers = [*self.directory.glob(files.TEMPORARY_PREFIX + "*"), *self.files.glob(files.TEMPORARY_PREFIX + "*")]
+        for path in leftovers:
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        return len(leftovers)
+
+    def load(self, number: int, sha256: str | None = None) -> "tuple[torch.Tensor, torch.Tensor]":
+        """Return (hidden_states [T, slots, H], token_ids [T] int64) of a sample; fp8 states are decoded to bfloat16."""
+        stored = self.read(number, sha256)
+        return stored.states(), stored.ids
+
+    def read(self, number: int, sha256: str | None = None, *, pin: bool = False) -> "Stored":
+        """Return a sample as it lies in its file, read once into memory and not copied.
+
+        With `sha256` the bytes are verified: a safetensors header says nothing of zero-filled tails and flipped bits.
+        With `pin` GPUs read that memory directly, without the processor.
+        """
+        import torch
+
+        path = self.path(number)
+        try:
+            with open(path, "rb", buffering=0) as file:
+                data = torch.empty(os.fstat(file.fileno()).st_size, dtype=torch.uint8, pin_memory=pin)
+                buffer, done = memoryview(data.numpy()), 0  # type: ignore[arg-type]
+                while done < len(buffer) and (count := file.readinto(buffer[done:])):
+                    done += count
+        except FileNotFoundError:
+            raise damaged(path, "no such file") from None
+        if done < len(buffer):
+            raise damaged(path, "it became shorter while it was read")
+        if sha256 is not None and hashlib.sha256(buffer).hexdigest() != sha256:
+            raise damaged(path, "the checksum differs from the index")
+        try:
+            return Stored.within(data)
+        except Exception as error:
+            raise damaged(path, error) from error
+
+    def last_teacher(self, number: int) -> "torch.Tensor":
+        """Return the teacher state [H] of a sample's last token, decoded as `load` does; only that row is read."""
+        import torch
+        from safetensors import safe_open
+
+        with safe_open(self.path(number), framework="pt") as file:
+            row = file.get_slice("hidden_states")[-1:, -1]
+            return (decode_fp8(row, file.get_slice(SCALES)[-1:, -1]) if row.dtype == torch.float8_e4m3fn else row)[0]
+
+
+def damaged(path: Path, found: object) -> PreconditionError:
+    """Return the error for a hidden-state file that cannot be used."""
+    return PreconditionError(
+        "a hidden-state file is missing or damaged",
+        where=path,
+        found=found,
+        fix=f"rm -f {path}; then run 02_extract_hidden_states.py again: only that sample is captured again",
+    )
+
+
+def load_dataset(directory: Path) -> tuple[list[str], list[Any], list[Any]]:
+    """Return (ids, token id arrays, loss mask arrays) of a store, one entry per sample number."""
+    from datasets import load_from_disk
+
+    try:
+        dataset = load_from_disk(str(directory)).with_format("numpy")
+    except Exception as error:
+        raise PreconditionError(
+            "not a hidden-state store", where=directory, found=error, fix="run 02_extract_hidden_states.py first"
+        ) from error
+    return [str(i) for i in dataset["id"]], list(dataset["input_ids"]), list(dataset["loss_mask"])
+
+
+def _write_dataset(directory: Path, samples: list[Sample]) -> None:
+    """Save the dataset in a temporary folder and move its files in, data before the files that name it.
+
+    The same samples give the same bytes: the fingerprint that `datasets` would draw is set to a hash.
+    """
+    from datasets import Dataset, Features, Sequence, Value
+
+    features = Features(
+        {
+            "input_ids": Sequence(Value("int64")),
+            "loss_mask": Sequence(Value("bool")),
+            "seq_len": Value("int64"),
+            "id": Value("string"),
+        }
+    )
+    columns = {
+        "input_ids": [sample.input_ids for sample in samples],
+        "loss_mask": [[bool(value) for value in sample.loss_mask] for sample in samples],
+        "seq_len": [len(sample.input_ids) for sample in samples],
+        "id": [sample.id for sample in samples],
+    }
+    dataset = Dataset.from_dict(columns, features=features)
+    dataset.set_format("torch")
+    dataset._fingerprint = files.sha256_json([sample.digest for sample in samples])[:16]
+    temporary = directory / f"{files.TEMPORARY_PREFIX}dataset"
+    shutil.rmtree(temporary, ignore_errors=True)
+    dataset.save_to_disk(str(temporary), num_shards=1)
+    for name in _DATASET_FILES:
+        with open(temporary / name, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary / name, directory / name)
+    files.fsync_directory(directory)
+    shutil.rmtree(temporary)

@@ -1,0 +1,133 @@
+"""Predicted acceptance: recorded verifier output walked in draft rounds, as an engine would.
+
+Adding up accuracies by step overstates acceptance, because rounds start where drafting has just failed. So the
+walk does what the engine does: from the last known token draft k tokens, accept the longest correct prefix,
+take one token from the verifier, go on from there. Valid for greedy output of this verifier on this engine.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from eagle3.states.store import StateStore
+from eagle3.training import ttt
+from eagle3.training.batches import Batch, TrainingSample, collate
+
+
+@dataclass
+class Acceptance:
+    """Counts over draft rounds, pooled over sequences.
+
+    Attributes:
+        rounds: draft rounds walked.
+        accepted: accepted[k] is how many rounds accepted at least k + 1 draft tokens.
+    """
+
+    rounds: int = 0
+    accepted: list[int] = field(default_factory=list)
+
+    @property
+    def length(self) -> float:
+        """Tokens per round, the verifier's own token included: 1 + accepted / rounds."""
+        return 1.0 + sum(self.accepted) / self.rounds if self.rounds else 1.0
+
+    @property
+    def by_position(self) -> list[float]:
+        """Share of rounds in which draft position k was accepted (cumulative, as engines count)."""
+        return [count / self.rounds if self.rounds else 0.0 for count in self.accepted]
+
+    def add(self, other: "Acceptance") -> None:
+        """Pool with another count."""
+        if not self.accepted:
+            self.accepted = [0] * len(other.accepted)
+        self.rounds += other.rounds
+        self.accepted = [a + b for a, b in zip(self.accepted, other.accepted, strict=True)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures as JSON values."""
+        return {"length": self.length, "by_position": self.by_position, "rounds": self.rounds}
+
+
+def walk(ids: list[int], drafted: list[list[int]], first_generated: int, draft_tokens: int) -> Acceptance:
+    """Walk one sequence in draft rounds.
+
+    Args:
+        ids: tokens of the sequence [T], the prompt first.
+        drafted: drafted[s][p] is the target id predicted at TTT step s from shifted position p, that is, for
+            token p + 2 + s given the true tokens before it (as long as a round is accepted, they are what the
+            drafter has drafted itself).
+        first_generated: index of the first generated token, which the verifier makes without a draft.
+        draft_tokens: k, tokens drafted a round.
+    """
+    result = Acceptance(0, [0] * draft_tokens)
+    known = first_generated  # index of the last token that is known
+    while known < len(ids) - 1:
+        result.rounds += 1
+        count = 0
+        while count < draft_tokens and known + 1 + count < len(ids):
+            if drafted[count][known - 1] != ids[known + 1 + count]:
+                break
+            result.accepted[count] += 1
+            count += 1
+        known += count + 1
+    return result
+
+
+def walk_batch(
+    batch: Batch, members: list[TrainingSample], drafted: list[torch.Tensor], draft_tokens: int
+) -> Acceptance:
+    """Return the pooled acceptance of a batch's sequences: each stretch of generated tokens is walked by itself.
+
+    Args:
+        drafted: drafted[s] is [T] int64, what `ttt.draft` gives.
+    """
+    total = Acceptance(0, [0] * draft_tokens)
+    start = 0
+    for sample, length in zip(members, batch.lengths, strict=True):
+        span = slice(start, start + length)
+        sequence = [-1, *batch.ids[span].tolist()]  # token 0 is read at no position and is never predicted
+        rows = [step[span].tolist() for step in drafted]
+        for first, stop in stretches(sample.loss_mask[: length + 1]):
+            total.add(walk(sequence[:stop], rows, max(1, first), draft_tokens))
+        start += length
+    return total
+
+
+def stretches(mask: np.ndarray) -> list[tuple[int, int]]:
+    """Return (first, stop) of each run of True in a mask."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(np.int8), [0]])))
+    return [(int(first), int(stop)) for first, stop in edges.reshape(-1, 2)]
+
+
+def accuracy_counts(batch: Batch, drafted: list[torch.Tensor]) -> torch.Tensor:
+    """Return [steps, 2] counts (correct at this and all earlier steps, judged positions).
+
+    A token outside the draft vocabulary is a miss. Position p at step s is judged against token p + 2 + s.
+    """
+    counts = torch.zeros(len(drafted), 2, dtype=torch.float64)
+    correct = batch.mask.clone()
+    for step, tokens in enumerate(drafted):
+        positions = batch.rows[batch.judged[step][0]]
+        right = correct[positions] & (tokens[positions] == batch.ids[positions + step + 1])
+        correct = torch.zeros_like(correct).index_fill_(0, positions[right], True)
+        counts[step, 0], counts[step, 1] = right.sum(), len(positions)
+    return counts
+
+
+def predict(
+    model: Any, store: StateStore, packed: Iterable[list[TrainingSample]], batch_tokens: int, draft_tokens: int
+) -> Acceptance:
+    """Return the pooled acceptance of packed samples of a store (temperature 0, top-1 draft)."""
+    total = Acceptance(0, [0] * draft_tokens)
+    for members in packed:
+        batch = collate(store, members, batch_tokens, draft_tokens, verify=True)
+        if batch.supervised == 0:
+            continue
+        with torch.inference_mode():
+            weight = model.fc.weight
+            drafted, _ = ttt.draft(model, batch.to(weight.device, weight.dtype), draft_tokens)
+        total.add(walk_batch(batch, members, drafted, draft_tokens))
+    return total

@@ -1,0 +1,290 @@
+"""Which samples train together: split, packing, order, and loading ahead.
+
+Everything is a function of the sample list, the seed and the epoch, so a resumed run continues with exactly
+the batches that an undisturbed one would have seen, and the same sums come out on one process or many.
+"""
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+from queue import Full, Queue
+from typing import Any
+
+import numpy as np
+import torch
+
+from eagle3.common.errors import PreconditionError
+from eagle3.states.store import StateStore, damaged
+
+_SHUFFLE_WINDOW = 256
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class TrainingSample:
+    """One sequence: number in the store, checksum of its file, loss mask [T] bool over its tokens."""
+
+    i: int
+    sha256: str
+    loss_mask: np.ndarray
+
+    @property
+    def length(self) -> int:
+        """Positions that it takes in a batch: one less than its tokens, because inputs are shifted by one."""
+        return len(self.loss_mask) - 1
+
+    def supervised(self, longest: int | None = None) -> np.ndarray:
+        """Return the mask [T - 1] bool of the shifted positions that carry loss, the sample cut to `longest`.
+
+        Position p reads token p + 1 and predicts token p + 2. It counts when both were generated: a drafter
+        is asked only from the first generated token on, and nothing follows the last one.
+        """
+        generated = self.loss_mask[1:][:longest]
+        return generated & np.append(generated[1:], False)
+
+
+@dataclass
+class Batch:
+    """Packed sequences, T positions in all. Position p of a document stands for its token p (from 0).
+
+    Attributes:
+        ids: [T] int64, the token that is read at a position: token p + 1.
+        positions: [T] int64, RoPE position p + 1.
+        aux: [T, A x H], the auxiliary states of token p.
+        teacher: [S, H], the teacher states of token p + 1 at the S supervised positions, in order.
+        mask: [T] bool, the supervised positions.
+        lengths: positions of each document.
+        rows: [R] int64, the positions that the drafter computes: of each document the stretch from the first to
+            the last supervised one. Earlier ones serve as keys and values only.
+        spans: (start, first, stop) of each document with such rows: they are first..stop - 1.
+        judged: for each TTT step s the pair ([N] indexes into rows, [N] indexes into teacher) of the rows that carry
+            loss there: positions p with p..p + s all supervised; the teacher is that of position p + s.
+    """
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    aux: torch.Tensor
+    teacher: torch.Tensor
+    mask: torch.Tensor
+    lengths: list[int]
+    rows: torch.Tensor
+    spans: list[tuple[int, int, int]]
+    judged: list[tuple[torch.Tensor, torch.Tensor]]
+
+    @property
+    def supervised(self) -> int:
+        """How many positions carry loss at the first step."""
+        return len(self.teacher)
+
+    def to(self, device: torch.device, dtype: torch.dtype | None) -> "Batch":
+        """Return the batch on a device, the states in `dtype` (None: as they are)."""
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(device, dtype if tensor.is_floating_point() else None, non_blocking=device.type == "cuda")
+
+        return replace(
+            self, ids=move(self.ids), positions=move(self.positions), aux=move(self.aux), teacher=move(self.teacher),
+            mask=move(self.mask), rows=move(self.rows),
+            judged=[(move(rows), move(teacher)) for rows, teacher in self.judged])
+
+    def without_states(self) -> "Batch":
+        """Return what is asked of a batch besides its states, on the CPU."""
+        none = torch.zeros(0)
+        return replace(self, aux=none, teacher=none).to(_CPU, None)
+
+    def used_here(self) -> "Batch":
+        """Return the batch, of another CUDA stream, for use in the current one: its memory is not given out before."""
+        if self.aux.is_cuda:
+            for tensor in (self.ids, self.positions, self.aux, self.teacher, self.mask, self.rows,
+                           *(index for pair in self.judged for index in pair)):
+                tensor.record_stream(torch.cuda.current_stream())
+        return self
+
+
+def read_samples(store: StateStore, masks: list[np.ndarray], limit: int | None = None) -> list[TrainingSample]:
+    """Return the store's samples that have something to learn, the first `limit`.
+
+    Raises PreconditionError if none has, or if a file is gone or has another size: without it all later samples would
+    train in other batches, and others would be held out, in the middle of a run too.
+    """
+    index = store.index()
+    complete = sorted(i for i, entry in index.items() if "bytes" in entry)[:limit]
+    if lost := sorted({*complete} - store.complete(index)):
+        others = f", as are {len(lost) - 1} more of {len(complete)}" * (len(lost) > 1)
+        raise damaged(store.path(lost[0]), f"no such file, or of another size than in the index{others}")
+    samples = [TrainingSample(i, index[i]["sha256"], np.asarray(masks[i], dtype=bool)) for i in complete]
+    samples = [sample for sample in samples if sample.length > 0 and sample.supervised().any()]
+    if not samples:
+        tokens = sum(index[i]["tokens"] for i in complete)
+        raise PreconditionError(
+            f"0 supervised of {tokens:,} tokens",
+            where=store.directory,
+            expected="generated tokens in the loss mask",
+            fix="check the traces: their completion_token_ids are empty or were cut off",
+        )
+    return samples
+
+
+def split(samples: list[TrainingSample], fraction: float, seed: int) -> tuple[list, list]:
+    """Return (training, validation): int(n x fraction) samples drawn by `seed` are held out.
+
+    Raises PreconditionError when a split would be empty.
+    """
+    held_out = int(len(samples) * fraction)
+    if fraction > 0 and (held_out == 0 or held_out == len(samples)):
+        raise PreconditionError(
+            "too few samples to hold some out",
+            where="--validation-fraction",
+            expected="at least one sample on each side",
+            found=f"{len(samples)} samples x {fraction}",
+            fix="take more samples, or another fraction",
+        )
+    order = np.random.default_rng(seed).permutation(len(samples))
+    chosen = set(order[:held_out].tolist())
+    return ([s for k, s in enumerate(samples) if k not in chosen], [s for k, s in enumerate(samples) if k in chosen])
+
+
+def pack(samples: list[TrainingSample], batch_tokens: int, seed: int | None, epoch: int = 0) -> list[list]:
+    """Return the batches of an epoch: shuffled (unless seed is None), then packed by first fit.
+
+    Within windows of shuffled samples the longest goes first, which fills batches to about 98%. A sample
+    longer than `batch_tokens` is cut to it when loaded.
+    """
+    order = list(samples)
+    if seed is not None:
+        order = [samples[k] for k in np.random.default_rng([seed, epoch]).permutation(len(samples))]
+    packed: list[list[TrainingSample]] = []
+    open_batches: list[tuple[int, list[TrainingSample]]] = []
+    for start in range(0, len(order), _SHUFFLE_WINDOW):
+        window = sorted(order[start : start + _SHUFFLE_WINDOW], key=lambda s: (-s.length, s.i))
+        for sample in window:
+            need = min(sample.length, batch_tokens)
+            for k, (room, members) in enumerate(open_batches):
+                if need <= room:
+                    members.append(sample)
+                    open_batches[k] = (room - need, members)
+                    break
+            else:
+                members = [sample]
+                packed.append(members)
+                open_batches.append((batch_tokens - need, members))
+        open_batches = sorted(open_batches, key=lambda item: -item[0])[:16]
+    if seed is not None:
+        packed = [packed[k] for k in np.random.default_rng([seed, epoch, 1]).permutation(len(packed))]
+    return packed
+
+
+def efficiency(packed: list[list[TrainingSample]], batch_tokens: int) -> float:
+    """Return the share of batch positions that hold tokens (1.0 is a full pack)."""
+    used = sum(min(sample.length, batch_tokens) for batch in packed for sample in batch)
+    return used / (len(packed) * batch_tokens) if packed else 0.0
+
+
+def collate(
+    store: StateStore, members: list[TrainingSample], batch_tokens: int, steps: int, verify: bool,
+    device: torch.device = _CPU, dtype: torch.dtype | None = None, readers: Executor | None = None,
+) -> Batch:
+    """Load and pack samples for `steps` TTT steps.
+
+    Args:
+        verify: check each file's checksum.
+        device: where the batch is to be; states go there as they lie on disk and are put together there.
+        dtype: of the states, as stored if None.
+        readers: threads that read files side by side.
+    """
+    masks = [sample.supervised(batch_tokens) for sample in members]
+    lengths = [len(mask) for mask in masks]
+    numbers = [sample.i for sample in members]
+    read = functools.partial(store.read, pin=device.type == "cuda")
+    checksums = [sample.sha256 if verify else None for sample in members]
+    files = list((readers.map if readers else map)(read, numbers, checksums))
+    slots, hidden = files[0].hidden.shape[1:]
+    aux, teacher, finite, start = None, [], [], 0
+    for own, length, supervised in zip(files, lengths, masks, strict=True):
+        states = own.states(device)
+        if aux is None:
+            aux = torch.empty(sum(lengths), slots - 1, hidden, dtype=dtype or states.dtype, device=device)
+        finite.append(torch.isfinite(torch.stack(states.aminmax())).all())  # NaN is the smallest and the largest
+        aux[start : start + length] = states[:length, :-1]
+        teacher.append(states[torch.from_numpy(1 + np.flatnonzero(supervised)).to(device), -1])
+        start += length
+    if not all(whole := torch.stack(finite).tolist()):
+        raise PreconditionError("NaN or Inf in hidden states", where=store.path(numbers[whole.index(False)]),
+                                fix="remove the file and run 02_extract_hidden_states.py again")
+    mask = np.concatenate(masks)
+    spans = _spans(masks)
+    rows = np.concatenate([np.arange(first, stop) for _, first, stop in spans]) if spans else np.zeros(0, np.int64)
+    return Batch(
+        ids=torch.cat([own.ids[1 : length + 1] for own, length in zip(files, lengths, strict=True)]),
+        positions=torch.cat([torch.arange(1, length + 1) for length in lengths]),
+        aux=aux.flatten(1),  # type: ignore[union-attr]
+        teacher=torch.cat(teacher),
+        mask=torch.from_numpy(mask),
+        lengths=lengths,
+        rows=torch.from_numpy(rows),
+        spans=spans,
+        judged=_judged(mask, rows, steps),
+    ).to(device, dtype)
+
+
+def _spans(masks: list[np.ndarray]) -> list[tuple[int, int, int]]:
+    spans, start = [], 0
+    for mask in masks:
+        if len(found := np.flatnonzero(mask)):
+            spans.append((start, start + int(found[0]), start + int(found[-1]) + 1))
+        start += len(mask)
+    return spans
+
+
+def _judged(mask: np.ndarray, rows: np.ndarray, steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the rows that carry loss at each step with their teachers (no stretch crosses documents: the last
+    position of a document is never supervised)."""
+    place = np.cumsum(mask) - 1  # of each supervised position among all of them
+    alive, result = mask.copy(), []
+    for step in range(steps):
+        if step:
+            alive[:-step] &= mask[step:]
+            alive[-step:] = False
+        judged = np.flatnonzero(alive[rows])
+        result.append((torch.from_numpy(judged), torch.from_numpy(place[rows[judged] + step])))
+    return result
+
+
+class Prefetcher:
+    """Runs `load(item)` for each item in a thread, a few ahead of the consumer, in order."""
+
+    def __init__(self, items: list, load: Callable[[Any], Any], depth: int = 2) -> None:
+        self._items, self._load = items, load
+        self._queue: Queue[Any] = Queue(depth)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        for item in self._items:
+            try:
+                value = self._load(item)
+            except BaseException as error:  # noqa: BLE001 - handed to the consumer
+                value = error
+            while not self._closed.is_set():
+                try:
+                    self._queue.put(value, timeout=0.1)
+                    break
+                except Full:
+                    continue
+            if self._closed.is_set() or isinstance(value, BaseException):
+                return
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in self._items:
+            value = self._queue.get()
+            if isinstance(value, BaseException):
+                raise value
+            yield value
+
+    def close(self) -> None:
+        """Stop loading ahead."""
+        self._closed.set()
+        self._thread.join(timeout=10)

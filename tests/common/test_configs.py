@@ -1,0 +1,60 @@
+"""Every shipped configuration is valid for every stage."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from eagle3.common import config, options
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+STAGE_OPTIONS = [
+    options.GenerateOptions,
+    options.ExtractOptions,
+    options.VocabOptions,
+    options.TrainOptions,
+    options.ExportOptions,
+    options.BenchmarkOptions,
+]
+
+
+def test_the_configurations_that_entry_points_name_exist():
+    assert {path.name for path in CONFIGS} >= {"smollm2-135m.yaml", "kimi-k2.5.yaml"}
+    default = config.read_yaml(ROOT / "configs" / "smollm2-135m.yaml")
+    assert default["model"]["path"] == "models/smollm2-135m"  # the folder that run.sh makes
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_a_configuration_is_valid_for_every_stage(path):
+    written = yaml.safe_load(path.read_text())
+    for stage_options in STAGE_OPTIONS:
+        resolved = config.to_dict(config.parse(stage_options, ["--config", str(path), "--run-dir", "runs/x"], ""))
+        for section in set(resolved) & set(written):
+            assert {k: resolved[section][k] for k in written[section]}.keys() == written[section].keys()
+            assert resolved[section]["path"] == written[section]["path"] if section == "model" else True
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_prompt_files_that_the_project_ships_exist(path):
+    for section in config.read_yaml(path).values():
+        prompts = section.get("prompts", "")
+        if prompts.startswith("prompts/"):
+            assert (ROOT / prompts).is_file(), prompts
+
+
+def test_the_kimi_configuration_is_what_that_run_needs():
+    path = str(ROOT / "configs" / "kimi-k2.5.yaml")
+    parsed = {stage: config.parse(stage, ["--config", path], "") for stage in STAGE_OPTIONS}
+    generate, extract, vocab, train, export, benchmark = parsed.values()
+    assert generate.model.layers == [2, 30, 58, 60] and generate.engine.tensor_parallel_size == 8
+    assert generate.generate.reasoning == "required" and generate.model.trust_remote_code
+    # no reply is generated that stage 02 throws away or stage 04 cuts
+    assert generate.generate.max_model_len <= extract.extract.max_length <= train.train.batch_tokens
+    assert generate.generate.max_tokens <= generate.generate.max_model_len
+    seats = next(int(word.partition("=")[2]) for word in generate.engine.args if word.startswith("--max-num-seqs="))
+    assert max(benchmark.benchmark.concurrency) <= seats and generate.generate.concurrency <= seats
+    assert vocab.vocab.draft_vocab_size == 32_000 and vocab.vocab.from_checkpoint == train.train.init_from
+    chosen = train.train
+    assert (chosen.lr, chosen.warmup_ratio, chosen.ttt_steps, chosen.gpus) == (3e-5, 0.01, 3, 8)
+    assert export.export.serving_length == 262_144 and benchmark.benchmark.draft_tokens == [5, 10, 16]

@@ -1,0 +1,171 @@
+"""A stub of an OpenAI-compatible server with scripted faults and deterministic answers.
+
+In a test: `with Stub({"replies": {"Hi": [{"status": 500}, {}]}}) as stub:` and then `stub.url`, `stub.calls`.
+By hand:   python tests/support/stub_server.py --port 0 --script faults.json   (prints its address)
+
+The script is one JSON object:
+  model, max_model_len      what /v1/models lists
+  delay_s                   before every answer
+  die_after                 gone (connections refused) after that many chat requests
+  default                   a step for every prompt without steps of its own
+  replies                   {text of the last user message: [step, …]}; the last step repeats
+A step may have: status, headers, message (an error); delay_s; reset (close without an answer); raw (a body as
+it stands); content, reasoning, finish_reason, tool_calls; reasoning_field; token_ids (false: none given).
+Without `content` the answer is a function of the prompt text. Token ids are the UTF-8 bytes of the texts.
+"""
+
+import argparse
+import json
+import threading
+import time
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+END_TOKEN = 256
+
+
+def answer_to(text: str) -> str:
+    return f"You said {text[::-1]!r}, which has {len(text)} characters."
+
+
+class Stub:
+    """The server in a thread; `calls` lists the last user text of each chat request as it arrives."""
+
+    def __init__(self, script: dict[str, Any] | None = None, port: int = 0) -> None:
+        self.script = script or {}
+        self.calls: list[str] = []
+        self.bodies: list[dict[str, Any]] = []
+        self.authorization: list[str] = []
+        self.in_flight = self.most_in_flight = 0
+        self.dead = False
+        self._lock = threading.Lock()
+        self._asked: Counter[str] = Counter()
+        self.server = _Server(("127.0.0.1", port), _Handler)
+        self.server.stub = self
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}/v1"
+        self._thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+
+    def __enter__(self) -> "Stub":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        if not self.dead:
+            self.dead = True
+            self.server.shutdown()
+            self.server.server_close()
+
+    def next_step(self, body: dict[str, Any], text: str) -> dict[str, Any]:
+        with self._lock:
+            self.calls.append(text)
+            self.bodies.append(body)
+            steps = self.script.get("replies", {}).get(text) or [self.script.get("default", {})]
+            step = steps[min(self._asked[text], len(steps) - 1)]
+            self._asked[text] += 1
+            if len(self.calls) > self.script.get("die_after", float("inf")):
+                step = {"reset": True}
+                threading.Thread(target=self.stop, daemon=True).start()
+            self.in_flight += 1
+            self.most_in_flight = max(self.most_in_flight, self.in_flight)
+            return step
+
+    def completion(self, body: dict[str, Any], text: str, step: dict[str, Any]) -> dict[str, Any]:
+        content, reasoning = step.get("content", answer_to(text)), step.get("reasoning")
+        reason = step.get("finish_reason", "stop")
+        message: dict[str, Any] = {"role": "assistant", "content": content, "tool_calls": step.get("tool_calls", [])}
+        if reasoning is not None:
+            message[step.get("reasoning_field", self.script.get("reasoning_field", "reasoning"))] = reasoning
+        prompt_ids = list(json.dumps(body["messages"]).encode())
+        ids = list(((reasoning or "") + (content or "")).encode()) + ([END_TOKEN] if reason == "stop" else [])
+        choice = {"index": 0, "message": message, "finish_reason": reason}
+        response = {"id": "x", "object": "chat.completion", "created": 0, "model": body["model"], "choices": [choice],
+                    "usage": {"prompt_tokens": len(prompt_ids), "completion_tokens": len(ids)}}
+        if body.get("return_token_ids") and step.get("token_ids", self.script.get("token_ids", True)):
+            response["prompt_token_ids"] = prompt_ids
+            choice["token_ids"] = ids
+        return response
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 256
+    stub: Stub
+
+    def handle_error(self, *_: object) -> None:  # clients that are killed are part of the test
+        pass
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: _Server
+
+    def do_GET(self) -> None:
+        stub = self.server.stub
+        if self.path == "/v1/models":
+            model = {"id": stub.script.get("model", "stub-model"), "object": "model"}
+            if stub.script.get("max_model_len"):
+                model["max_model_len"] = stub.script["max_model_len"]
+            self._send(200, {"object": "list", "data": [model]})
+        elif self.path == "/stats":
+            self._send(200, {"requests": len(stub.calls), "most_in_flight": stub.most_in_flight})
+        else:
+            self._send(404, {"error": {"message": "not here"}})
+
+    def do_POST(self) -> None:
+        stub = self.server.stub
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        stub.authorization.append(self.headers.get("Authorization", ""))
+        text = str([m for m in body["messages"] if m["role"] == "user"][-1]["content"])
+        step = stub.next_step(body, text)
+        try:
+            time.sleep(step.get("delay_s", stub.script.get("delay_s", 0)))
+            self._answer(body, text, step)
+        finally:
+            stub.in_flight -= 1
+
+    def _answer(self, body: dict[str, Any], text: str, step: dict[str, Any]) -> None:
+        stub = self.server.stub
+        if step.get("reset") or stub.dead:
+            self.close_connection = True
+        elif "status" in step:
+            error = {"error": {"message": step.get("message", f"scripted {step['status']}")}}
+            self._send(step["status"], error, step.get("headers", {}))
+        elif "raw" in step:
+            self._send(200, step["raw"])
+        else:
+            self._send(200, stub.completion(body, text, step))
+
+    def _send(self, status: int, value: Any, headers: dict[str, str] | None = None) -> None:
+        data = value.encode() if isinstance(value, str) else json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        for name, text in (headers or {}).items():
+            self.send_header(name, text)
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--port", type=int, default=0, help="0: a free one")
+    parser.add_argument("--script", type=Path, help="JSON file with faults")
+    arguments = parser.parse_args()
+    script = json.loads(arguments.script.read_text()) if arguments.script else {}
+    with Stub(script, arguments.port) as stub:
+        print(stub.url, flush=True)
+        while not stub.dead:
+            time.sleep(0.1)
+
+
+if __name__ == "__main__":
+    main()
