@@ -254,9 +254,9 @@ def serving(options: BenchmarkOptions, stage: Stage, plan: Plan, draft_tokens: i
 
 def server_words(options: BenchmarkOptions, plan: Plan, draft_tokens: int) -> tuple[list[str], dict[str, Any] | None]:
     """Return the server's arguments besides engine.args, and what it is told of the drafter."""
-    from eagle3.engines import installed
+    from eagle3.engines import defaults
 
-    arguments = [*installed.no_prefix_caching(options.engine), *options.benchmark.serve_args]
+    arguments = [*defaults.no_prefix_caching(options.engine), *options.benchmark.serve_args]
     if options.model.trust_remote_code:
         arguments.append("--trust-remote-code")
     return arguments, ({"model": str(plan.drafter), "num_speculative_tokens": draft_tokens} if draft_tokens else None)

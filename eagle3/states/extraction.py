@@ -15,7 +15,7 @@ from eagle3.common.options import EngineOptions, ModelOptions
 from eagle3.common.processes import Child
 from eagle3.common.stage import Stage
 from eagle3.drafter import verifier as verifiers
-from eagle3.engines import installed
+from eagle3.engines import defaults
 from eagle3.states.engine_side import CONVENTION
 from eagle3.states.store import FP8, FP8_FORM, Sample, StateStore
 
@@ -74,7 +74,7 @@ class Capture:
             "max_length": max_length,
             "batch_tokens": max(batch_tokens, max_length),
             "tensor_parallel_size": engine.tensor_parallel_size,
-            "engine_args": [*installed.mla_on_cpu_args(engine, self.verifier.folder), *engine.args]
+            "engine_args": [*defaults.mla_on_cpu_args(engine, self.verifier.folder), *engine.args]
             if backend == "vllm"
             else [],
             "directory": str(store.files),
@@ -164,14 +164,14 @@ class Capture:
 
 def engine_environment(engine: EngineOptions) -> dict[str, str]:
     """Return the environment for the engine: its defaults on this machine, then the user's."""
-    return {**installed.default_env(engine), **installed.one_process_on_cpu(engine), **engine.env}
+    return {**defaults.default_env(engine), **defaults.one_process_on_cpu(engine), **engine.env}
 
 
 def resolve_dtype(requested: str, engine: EngineOptions) -> str:
     """Return the verifier's precision for capture: as asked, else the server's, so that states fit its replies."""
     if requested != "auto":
         return requested
-    words = [*installed.cpu_args(engine), *engine.args]
+    words = [*defaults.cpu_args(engine), *engine.args]
     given = [value for name, value in zip(words, words[1:], strict=False) if name == "--dtype"]
     return given[-1] if given and given[-1] != "auto" else "bfloat16"
 
