@@ -17,7 +17,7 @@ from eagle3.common.options import EngineOptions, ModelOptions
 from eagle3.common.stage import Stage
 from eagle3.drafter import network as drafters
 from eagle3.drafter import verifier as verifiers
-from eagle3.states.extraction import Capture, batches, resolve_dtype
+from eagle3.states.extraction import Capture, batches, resolve_dtype, settings_for
 from eagle3.states.store import Sample, StateStore
 from eagle3.training.acceptance import Acceptance, predict
 from eagle3.training.batches import TrainingSample
@@ -43,9 +43,10 @@ def predict_measurements(
     store = StateStore(stage.directory / ".predict_states")
     shutil.rmtree(store.directory, ignore_errors=True)
     entries: dict[int, dict[str, Any]] = {}
-    with Capture(stage, model, engine, store, backend="vllm", dtype=resolve_dtype("auto", engine), max_length=longest,
-                 batch_tokens=max(2048, longest)) as child:
-        for batch in batches(list(samples.values()), max(2048, longest)):
+    settings = settings_for(facts, facts.layers(model.layers), model, engine, store, backend="vllm",
+                            dtype=resolve_dtype("auto", engine), max_length=longest, batch_tokens=2048)
+    with Capture(stage, engine, store, settings) as child:
+        for batch in batches(list(samples.values()), settings.batch_tokens):
             stage.check_stop()
             entries |= {entry["i"]: entry for entry in child.run(batch)}
 
