@@ -45,6 +45,7 @@ _LAYER_KEYS = (
 )
 MAPPING = ("d2t", "t2d")
 EMBEDDING = "embed_tokens.weight"
+TRAINING = "trainer.json"  # what stage 04 writes beside the weights: counters, figures, the layers of the states
 REQUIRED = ("fc.weight", "norm.weight", "lm_head.weight", *(f"layers.0.{key}" for key in _LAYER_KEYS))
 
 
@@ -57,7 +58,7 @@ class Export:
         engine: vllm, sglang or speculators. version: of the engine; None means the newest.
         serving_length: tokens that the drafter's positions have to cover.
         given_ids: auxiliary ids that the user named, in the project's convention; empty if none.
-        trained_ids: those that the manifests of training record; None without them.
+        trained_ids: those that the checkpoint's training recorded; None without a record.
         trained_here: whether stage 04 made the checkpoint.
         keeps_embedding: the user says that the checkpoint's own embedding was trained.
     """
@@ -198,15 +199,12 @@ def embedding_of(folder: Path) -> Entry:
 
 
 def training_record(checkpoint: Path) -> tuple[list[int] | None, bool]:
-    """Return (auxiliary ids that training captured, whether stage 04 made this checkpoint) from its manifests."""
-    trained = checkpoint.resolve().parent.parent
-    if not (trained / "manifest.json").is_file():
+    """Return (auxiliary ids of the states that a checkpoint was trained on, whether stage 04 made it).
+
+    Stage 04 writes both into the checkpoint itself, since config.json is what may have been changed.
+    """
+    counters = checkpoint / TRAINING
+    if not counters.is_file():
         return None, False
-    manifest = files.read_json(trained / "manifest.json")
-    if manifest.get("stage") != "04_train":
-        return None, False
-    states = (manifest.get("options", {}).get("train") or {}).get("states") or trained.parent / "02_states"
-    captured = Path(states) / "manifest.json"
-    layers = files.read_json(captured).get("layers") if captured.is_file() else None
-    layers = layers or (manifest.get("options", {}).get("model") or {}).get("layers")
+    layers = files.read_json(counters).get("layers")
     return (list(layers)[:-1] if layers else None), True

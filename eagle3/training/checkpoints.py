@@ -21,9 +21,10 @@ from eagle3.common import files, tensor_files
 from eagle3.common.errors import PreconditionError
 from eagle3.common.log import logger
 from eagle3.drafter import network as drafters
+from eagle3.drafter.checkpoint import TRAINING
 from eagle3.drafter.verifier import Verifier
 
-STATE, COUNTERS, CHECKSUMS = "trainer_state.safetensors", "trainer.json", "checksums.json"
+STATE, COUNTERS, CHECKSUMS = "trainer_state.safetensors", TRAINING, "checksums.json"
 # In the order in which the safetensors library lays tensors out.
 _TYPES = {torch.int64: "I64", torch.float32: "F32", torch.bfloat16: "BF16", torch.bool: "BOOL"}
 Part = tuple[str, torch.Tensor, Callable[[], torch.Tensor]]  # name, a tensor of that shape and type, how it is made
