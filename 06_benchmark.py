@@ -59,14 +59,14 @@ def run(options: BenchmarkOptions, stage: Stage) -> None:
     if not stage.open(inputs=plan.inputs, holds=lambda: any((stage.directory / "runs").glob("*"))):
         return
     stage.manifest.update(look_ahead(options, stage, plan))
-    from eagle3.benchmark import measurements
+    from eagle3.benchmark import measurements, prediction
 
     runs = [run for count in plan.counts for run in measure_server(options, stage, plan, count)]
     measurements.compare(stage.directory, runs, greedy=options.benchmark.temperature == 0)
     first = options.benchmark.concurrency[0]  # acceptance at temperature 0 does not depend on it
     if plan.capture and plan.drafter:
         drafted = [run for run in runs if run["draft_tokens"] and run["concurrency"] == first]
-        measurements.predict(stage, options.model, plan.capture, plan.drafter, drafted, baseline=name_of(0, first))
+        prediction.predict_runs(stage, options.model, plan.capture, plan.drafter, drafted, baseline=name_of(0, first))
     results = {
         "schema_version": SCHEMA_VERSION,
         "model": {"path": str(plan.model), "identity": files.sha256_json(plan.inputs["model"])},

@@ -7,15 +7,13 @@ SGLang up to 0.5.11 skips them silently. What can go wrong is checked in `eagle3
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from eagle3.common import files, tensor_files
 from eagle3.common.errors import PreconditionError
+from eagle3.common.tensor_files import Entry
 from eagle3.drafter.flat_config import IDS, engine_config, flat_config, ids_of
-
-if TYPE_CHECKING:
-    from eagle3.common.tensor_files import Entry
-    from eagle3.drafter.verifier import Verifier
+from eagle3.drafter.verifier import Verifier, weight_map
 
 # Parameters of Eagle3DraftModel that are the verifier's and never trained or shipped.
 FROZEN = ("embed_tokens.", "verifier_norm.", "verifier_lm_head.")
@@ -66,8 +64,8 @@ class Export:
 
     folder: Path
     raw: dict[str, Any]
-    tensors: "dict[str, Entry]"
-    verifier: "Verifier"
+    tensors: dict[str, Entry]
+    verifier: Verifier
     engine: str
     version: str | None
     serving_length: int
@@ -82,7 +80,7 @@ class Export:
         return flat_config(self.raw, self.canonical)
 
     @property
-    def canonical(self) -> "dict[str, Entry]":
+    def canonical(self) -> dict[str, Entry]:
         """The tensors by canonical name."""
         return {canonical_key(name): entry for name, entry in self.tensors.items()}
 
@@ -119,7 +117,7 @@ class Export:
         return engine_names(self.tensors.keys() - set(self.removed), self.engine)
 
     @property
-    def shipped(self) -> "dict[str, Entry]":
+    def shipped(self) -> dict[str, Entry]:
         """What is written, by the engine's names.
 
         speculators leaves an embedding that the checkpoint lacks as whatever the memory holds, so it gets the
@@ -189,11 +187,9 @@ def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     }
 
 
-def embedding_of(folder: Path) -> "Entry":
+def embedding_of(folder: Path) -> Entry:
     """Return where a verifier's embedding lies, from one shard's header; PreconditionError when it is not there."""
-    index = folder / tensor_files.INDEX
-    names = (tensor_files.weight_map(folder) if index.exists()
-             else dict.fromkeys(tensor_files.read(folder), tensor_files.SINGLE))
+    names = weight_map(folder)
     found = [name for name in names if f".{name}".endswith(f".model.{EMBEDDING}")]
     if not found:
         raise PreconditionError("the verifier has no embedding", where=folder, expected=f"model.{EMBEDDING}")
