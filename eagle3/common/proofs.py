@@ -29,6 +29,14 @@ def require(recorded: Mapping[Path, Mapping[str, Any]], *, cache: Path | None = 
         cache: JSON file that remembers what was proved; None to prove everything now and write nothing.
         fix: the command that makes the files anew.
     """
+    if problems := look(recorded, cache=cache):
+        expected, found = (" and ".join(sorted({problem[k] for problem in problems.values()})) for k in (0, 1))
+        raise PreconditionError("a file is not what its stage wrote", where="\n".join(map(str, problems)),
+                                expected=expected, found=found, fix=fix)
+
+
+def look(recorded: Mapping[Path, Mapping[str, Any]], *, cache: Path | None = None) -> dict[Path, tuple[str, str]]:
+    """Return {file: (expected, found)} of every file that is not as recorded; arguments as of `require`."""
     known = _read(cache)
     started, hashed, problems = time.monotonic(), 0, {}
     for path, entry in recorded.items():
@@ -36,15 +44,12 @@ def require(recorded: Mapping[Path, Mapping[str, Any]], *, cache: Path | None = 
         hashed += read
         if problem:
             problems[path] = problem
-    if problems:
-        expected, found = (" and ".join(sorted({problem[k] for problem in problems.values()})) for k in (0, 1))
-        raise PreconditionError("a file is not what its stage wrote", where="\n".join(map(str, problems)),
-                                expected=expected, found=found, fix=fix)
     if time.monotonic() - started > _WORTH_SAYING_S:
         logger.info("checksums of %d files proved (%s)", len(recorded), size(hashed))
     if cache is not None and known:
         with contextlib.suppress(OSError, PreconditionError):  # the next run proves it again
             files.write_json(cache, known)
+    return problems
 
 
 def _problem(path: Path, entry: Mapping[str, Any], known: dict[str, list[Any]]) -> tuple[tuple[str, str] | None, int]:
