@@ -193,6 +193,7 @@ def ask(options: GenerateOptions, stage: Stage, ledger: Any, plan: Any, survey: 
         progress = stage.progress("traces", survey.expected, "prompts", survey.expected - survey.missing)
         limit = min(filter(None, (section.max_model_len, served.limit)), default=None)
         generator = Generator(section, ledger, pool=pool, chat=chat, limit=limit, progress=progress)
+        stage.begin()
         ledger.open()
         try:
             asyncio.run(generator.run(plan.work(served.name, survey), look))

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle3.common import config, files, log
-from eagle3.common.errors import FailureLimitError, PreconditionError, StaleError
+from eagle3.common.errors import FailureLimitError
 from eagle3.common.log import logger
 from eagle3.common.options import ExtractOptions, ExtractSection
 from eagle3.common.script import main
@@ -48,12 +48,15 @@ def run(options: ExtractOptions, stage: Stage) -> None:
     results = config.result_options(options) | {"model.layers": layers}
     if extract.states_dtype == "auto":
         del results["extract.states_dtype"]  # results older than this option stay what they are
+    from eagle3.states.numbering import number_traces
     from eagle3.states.store import StateStore
 
     store = StateStore(stage.directory)
     stage.open(inputs=identity, results=results, grows=True, stale_on=("model", "traces"),
                holds=store.index_path.exists)
-    samples, skipped = plan(traces, store, extract.max_length, stage.common.limit)
+    numbered = number_traces(read_rows(traces), store.index(), traces, max_length=extract.max_length,
+                             limit=stage.common.limit)
+    samples, skipped = numbered.samples, numbered.skipped
     content = files.sha256_json([sample.digest for sample in samples])
     done = store.complete(store.index())
     if stage.finished(content, len(samples) - len(done)):
@@ -62,6 +65,9 @@ def run(options: ExtractOptions, stage: Stage) -> None:
     needed = bytes_needed(todo, facts.hidden_size, stored_as(extract, extract.dtype))
     require_free_disk(stage.directory, needed, f"{len(todo)} samples")
     stage.manifest.update(look_ahead(options, stage) if todo else {})
+    if numbered.retired or numbered.revived:
+        stage.begin()
+        store.retire(numbered.retired, numbered.revived)
     failed, agreement = capture(options, stage, facts, layers, store, samples, done) if todo else ([], None)
     outputs = store.finish(samples)
     stage.complete(
@@ -79,6 +85,7 @@ def run(options: ExtractOptions, stage: Stage) -> None:
         states_dtype=stored_as(extract, extract.dtype),
         agreement=agreement,
         content=content,
+        traces_identity=upstream.get("identity"),
     )
     if len(failed) > extract.max_failures:
         raise FailureLimitError(
@@ -91,48 +98,12 @@ def run(options: ExtractOptions, stage: Stage) -> None:
     return None
 
 
-def plan(
-    traces: Path, store: "StateStore", max_length: int, limit: int | None
-) -> "tuple[list[Sample], dict[str, int]]":
-    """Number the traces: known ones keep their number, new ones follow in the order of their ids.
+def read_rows(traces: Path) -> list[tuple[str, str, list[int], list[int]]]:
+    """Return (id, digest, token ids, loss mask) of every trace."""
+    from eagle3.traces import trace_rows
 
-    The order of ids, not of completion, so that the numbering does not depend on how stage 01 was scheduled.
-    Raises StaleError when a captured trace has changed since.
-    """
-    from eagle3.states.store import Sample
-    from eagle3.traces import trace_rows as trace_rows
-
-    known = {row["id"]: row for row in store.index().values()}
-    numbered, fresh = [], []
-    skipped = {"too_long": 0, "nothing_generated": 0}
-    rows = sorted(trace_rows.read_traces(traces / "traces.jsonl"), key=lambda row: row["id"])
-    for row in rows[:limit]:
-        ids, mask = trace_rows.sequence(row)
-        digest = trace_rows.row_digest(row)
-        if len(ids) > max_length or not any(mask):
-            skipped["too_long" if len(ids) > max_length else "nothing_generated"] += 1
-            continue
-        before = known.get(row["id"])
-        if before is None:
-            fresh.append((row["id"], digest, ids, mask))
-        elif before["digest"] != digest:
-            raise StaleError(
-                "a trace has changed since its states were captured",
-                where=f"trace {row['id']}",
-                expected=before["digest"],
-                found=digest,
-                fix="capture into another directory with --out, or start anew with --restart",
-            )
-        else:
-            numbered.append(Sample(before["i"], row["id"], digest, ids, mask))
-    first = 1 + max((sample.i for sample in numbered), default=-1)
-    samples = numbered + [Sample(first + k, *rest) for k, rest in enumerate(fresh)]
-    samples.sort(key=lambda sample: sample.i)
-    if not samples:
-        raise PreconditionError("no trace can be captured", where=traces, found=f"skipped: {skipped}")
-    if any(skipped.values()):
-        logger.warning("skipped traces: %s (limit %d tokens)", skipped, max_length)
-    return samples, skipped
+    return [(row["id"], row["digest"], *trace_rows.sequence(row))
+            for row in trace_rows.read_traces(traces / "traces.jsonl")]
 
 
 def capture(
@@ -162,6 +133,7 @@ def capture(
             entries = child.run(batch, missing)
             good = [entry for entry in entries if "error" not in entry]
             check.add(good)
+            stage.begin()
             store.append(entry | by_number[entry["i"]].identity() for entry in entries)
             failed += [entry for entry in entries if "error" in entry]
             progress.update(sum(entry["tokens"] for entry in good), failed=len(entries) - len(good))

@@ -64,8 +64,7 @@ def run(options: TrainOptions, stage: Stage) -> None:
     if not processes.from_first(opened):
         return processes.stop()
     store = StateStore(states)
-    _, _, masks = load_dataset(states)
-    samples = batches.read_samples(store, masks, stage.common.limit)
+    samples = batches.read_samples(store, load_dataset(states), stage.common.limit)
     training, held_out = batches.split(samples, train.validation_fraction, train.seed)
     plan = Plan(training, train, train.accumulation * processes.world)
     d2t, t2d = vocab.load_mapping(mapping / vocab.MAPPING)

@@ -28,7 +28,7 @@ def trainer_of(run_dir, model, processes, seed=0, options=OPTIONS):
     facts = verifier.read(model)
     mapping = vocab.load_mapping(run_dir / "03_vocab" / vocab.MAPPING)
     store = StateStore(run_dir / "02_states")
-    samples = batches.read_samples(store, load_dataset(run_dir / "02_states")[2])
+    samples = batches.read_samples(store, load_dataset(run_dir / "02_states"))
     built = network.build(facts, [2, 4, 5, 7], *mapping, network.layer_shape(facts), seed=seed)
     trainer = training.Trainer(built, store, options, processes)
     packed = training.Plan(samples, options, 1).packed(0)[:5]

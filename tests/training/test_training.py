@@ -98,7 +98,7 @@ def parts(prepared, tiny_model):
     facts = verifier.read(tiny_model)
     d2t, t2d = vocab.load_mapping(prepared / "03_vocab" / vocab.MAPPING)
     store = StateStore(prepared / "02_states")
-    samples = batches.read_samples(store, load_dataset(prepared / "02_states")[2])
+    samples = batches.read_samples(store, load_dataset(prepared / "02_states"))
 
     def build(**more):
         return network.build(facts, [2, 4, 5, 7], d2t, t2d, network.layer_shape(facts), **more)

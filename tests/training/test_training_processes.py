@@ -255,7 +255,7 @@ def loop(prepared, tiny_model, tmp_path):
     facts = verifier.read(tiny_model)
     mapping = vocab.load_mapping(prepared / "03_vocab" / vocab.MAPPING)
     store = StateStore(prepared / "02_states")
-    samples = batches.read_samples(store, load_dataset(prepared / "02_states")[2])
+    samples = batches.read_samples(store, load_dataset(prepared / "02_states"))
     options = TrainSection(batch_tokens=300, lr=1e-3, epochs=2)
 
     def make(check_stop=lambda: None):
@@ -384,11 +384,11 @@ def test_a_kill_between_metrics_and_checkpoint_repeats_no_row(loop, monkeypatch)
 
 def test_a_states_file_that_is_gone_is_not_passed_over(prepared, tmp_path):
     shutil.copytree(prepared / "02_states", tmp_path / "s")
-    store, masks = StateStore(tmp_path / "s"), load_dataset(tmp_path / "s")[2]
+    store, rows = StateStore(tmp_path / "s"), load_dataset(tmp_path / "s")
     store.path(5).unlink()
-    assert len(batches.read_samples(store, masks, limit=5)) > 0
+    assert len(batches.read_samples(store, rows, limit=5)) > 0
     with pytest.raises(PreconditionError, match="hs_5.safetensors"):
-        batches.read_samples(store, masks)
+        batches.read_samples(store, rows)
 
 
 # --- real processes -----------------------------------------------------------------------------------------
@@ -441,7 +441,7 @@ def test_a_killed_worker_costs_nothing(two, prepared, tiny_model, tmp_path):
 def test_a_file_that_one_process_cannot_read_ends_all_with_its_fix(prepared, tiny_model, tmp_path):
     states = tmp_path / "02_states"
     shutil.copytree(prepared / "02_states", states)
-    samples = batches.read_samples(StateStore(states), load_dataset(states)[2])
+    samples = batches.read_samples(StateStore(states), load_dataset(states))
     training, _ = batches.split(samples, 0.2, 0)
     of_second = Plan(training, TrainSection(batch_tokens=100), 2).steps(0)[0][1][0]
     path = StateStore(states).path(of_second.i)
