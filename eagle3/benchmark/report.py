@@ -1,19 +1,12 @@
-"""Tables, plots and the report page of a benchmark, from its results.json alone.
+"""Tables, plots and the report page of a benchmark, from its results.json alone."""
 
-  python -m eagle3.report runs/smollm2/06_bench
-
-Prints acceptance and speed as tables and writes report.html, acceptance.png and throughput.png beside results.json.
-"""
-
-import argparse
 import base64
 import html
-import sys
 from pathlib import Path
 from typing import Any
 
-from eagle3.common import files, log
-from eagle3.common.errors import PreconditionError, StageError
+from eagle3.common import files
+from eagle3.common.errors import PreconditionError
 from eagle3.common.log import logger
 
 _SCHEMA_VERSION = 1
@@ -220,25 +213,3 @@ def _html_table(head: list[str], rows: list[list[str]]) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
     return f"<table>{line(head, 'th')}{''.join(line(row, 'td') for row in rows)}</table>"
-
-
-def main(arguments: list[str]) -> int:
-    """Render a results directory again and print its tables; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m eagle3.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("directory", type=Path, help="folder of stage 06 with results.json; report and plots go there")
-    directory = parser.parse_args(arguments).directory
-    log.set_up(None, "info")
-    try:
-        made = render(directory)
-        print(text_table(load(directory)))
-        logger.info("wrote %s", ", ".join(str(path) for path in made))
-        return 0
-    except StageError as error:
-        logger.error("%s", error)
-        return error.exit_code
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

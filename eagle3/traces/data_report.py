@@ -1,23 +1,18 @@
 """The data report of stage 01: what the traces look like, before GPU hours are spent on them.
 
-  python -m eagle3.datareport runs/kimi/01_traces --closing-id 163607
-  python -m eagle3.datareport runs/kimi/01_traces --render      (page and plots again, from data_report.json alone)
-
-Reads trace_rows.jsonl, skipped.jsonl and failures.jsonl as streams and writes data_report.json, data_report.html,
+Reads traces.jsonl, skipped.jsonl and failures.jsonl as streams and writes data_report.json, data_report.html,
 data_lengths.png and data_outcomes.png beside them. About 60 bytes a trace are held in memory, never a text.
 """
 
-import argparse
 import base64
 import html
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from eagle3.common import files, log
-from eagle3.common.errors import PreconditionError, StageError
+from eagle3.common import files
+from eagle3.common.errors import PreconditionError
 from eagle3.common.log import logger
 from eagle3.traces import trace_rows, trace_statistics
 
@@ -133,6 +128,14 @@ def tables(report: dict[str, Any]) -> Iterator[tuple[str, Table]]:
             [[e["id"], *(f"{e[kind]:,}" for kind in trace_statistics.KINDS), f"{100 * e['repeated_share']:.0f}%",
               e["finish_reason"]]
              for e in report[name]])
+
+
+def counts_text(report: dict[str, Any]) -> str:
+    """Return the counts by source as aligned text."""
+    head, rows = dict(tables(report))["Counts"]
+    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+    return "\n".join("  ".join(_visible(cell).ljust(width) for cell, width in zip(row, widths, strict=True))
+                     for row in [head, *rows])
 
 
 def _share(part: int, whole: int) -> str:
@@ -277,35 +280,3 @@ def _html_sample(sample: dict[str, Any]) -> str:
 
 def _escaped(text: str) -> str:
     return html.escape(_visible(text))
-
-
-def main(arguments: list[str]) -> int:
-    """Write or render the report of a folder and print its counts; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m eagle3.datareport", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path, help="01_traces folder of a run")
-    parser.add_argument("--closing-id", type=int, help="id of the token that closes the reasoning (Kimi: 163607)")
-    parser.add_argument("--render", action="store_true", help="only page and plots, from data_report.json")
-    given = parser.parse_args(arguments)
-    log.set_up(None, "info")
-    try:
-        report = load(given.directory) if given.render else write(given.directory, given.closing_id)
-        if given.render:
-            render(given.directory)
-        for title, (head, rows) in tables(report):
-            if title == "Counts":
-                print("\n".join("  ".join(cells) for cells in _aligned([head, *rows])))
-        logger.info("wrote %s", ", ".join(str(path) for path in outputs(given.directory).values()))
-        return 0
-    except StageError as error:
-        logger.error("%s", error)
-        return error.exit_code
-
-
-def _aligned(rows: list[list[str]]) -> list[list[str]]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [[_visible(cell).ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -15,7 +15,8 @@ from types import SimpleNamespace
 import pytest
 from support.fake_engine import install
 
-from eagle3.benchmark import measurements, report
+from eagle3 import report as report_command
+from eagle3.benchmark import measurements
 from eagle3.common import files
 from eagle3.common.options import BenchmarkOptions, EngineOptions
 from eagle3.engines import launch
@@ -360,5 +361,5 @@ def test_report_refuses_what_it_does_not_know(tmp_path):
     result = render_again(tmp_path)
     assert result.returncode == 3 and "schema version" in result.stderr and not (tmp_path / "report.html").exists()
     with pytest.raises(SystemExit) as wrong:
-        report.main([])
+        report_command.main([])
     assert wrong.value.code == 2

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from eagle3 import datareport
 from eagle3.common import files
 from eagle3.common.errors import PreconditionError
 from eagle3.traces import data_report, trace_rows, trace_statistics
@@ -144,7 +145,7 @@ def test_the_page_comes_from_the_json_alone_and_texts_in_it_are_text(tmp_path):
     for path in tmp_path.iterdir():
         if path.name != "data_report.json":
             path.unlink()
-    assert data_report.main([str(tmp_path), "--render"]) == 0
+    assert datareport.main([str(tmp_path), "--render"]) == 0
     assert (tmp_path / "data_report.html").read_text(encoding="utf-8") == page
 
 
@@ -172,7 +173,7 @@ def test_nothing_to_report_is_a_report_and_what_is_broken_an_error(tmp_path):
     put(tmp_path, [row("a", 5)])
     path = tmp_path / "traces.jsonl"
     path.write_bytes(path.read_bytes().replace(b"reply to a", b"reply to b"))
-    assert data_report.main([str(tmp_path)]) == 3
+    assert datareport.main([str(tmp_path)]) == 3
     files.write_json(tmp_path / "data_report.json", {"schema_version": 99})
     with pytest.raises(PreconditionError, match="another schema version"):
         data_report.render(tmp_path)
