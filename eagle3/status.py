@@ -17,7 +17,7 @@ from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 
-from eagle3.common import log
+from eagle3.common import log, pages
 from eagle3.common.errors import StageError
 from eagle3.common.runs import SCRIPTS, Entry, survey
 
@@ -61,9 +61,8 @@ def next_step(run_dir: Path, entries: list[Entry]) -> str:
 
 def table(entries: list[Entry]) -> str:
     """Return the entries as aligned text, each error's first line below its stage."""
-    rows = [("stage", "state", "done", "rate", "ETA", "disk", "started", "ended"), *map(_row, entries)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    head = ("stage", "state", "done", "rate", "ETA", "disk", "started", "ended")
+    lines = pages.text_table(head, [_row(entry) for entry in entries]).split("\n")
     for at, entry in reversed(list(enumerate(entries, start=1))):
         if entry.error:
             lines.insert(at + 1, f"    {entry.error}")

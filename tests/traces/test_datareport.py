@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from eagle3 import datareport
-from eagle3.common import files
+from eagle3.common import files, pages
 from eagle3.common.errors import PreconditionError
 from eagle3.traces import data_report, trace_rows, trace_statistics
 
@@ -40,7 +40,7 @@ def put(folder: Path, rows: list[dict], skipped: list[dict] = (), failures: list
 @pytest.fixture
 def without_plots(monkeypatch):
     """Drawing takes most of the time of a report."""
-    monkeypatch.setattr(data_report, "_plots", lambda report, directory: [])
+    monkeypatch.setattr(pages, "save_plots", lambda directory, report, drawings: [])
 
 
 def test_counts_and_token_statistics_by_source(tmp_path):
