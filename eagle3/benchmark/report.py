@@ -5,9 +5,8 @@ import html
 from pathlib import Path
 from typing import Any
 
-from eagle3.common import files
+from eagle3.common import files, pages
 from eagle3.common.errors import PreconditionError
-from eagle3.common.log import logger
 
 _SCHEMA_VERSION = 1
 _ABSENT = "–"
@@ -34,7 +33,7 @@ def render(directory: Path) -> list[Path]:
     results.json is missing or of another schema version.
     """
     results = load(directory)
-    plots = _plots(results, directory)
+    plots = pages.save_plots(directory, results, {"acceptance": _draw_acceptance, "throughput": _draw_throughput})
     page = directory / "report.html"
     files.write_bytes(page, _html(results, plots).encode())
     return [page, *plots]
@@ -124,30 +123,9 @@ def _text(head: list[str], rows: list[list[str]]) -> str:
 # --- plots ------------------------------------------------------------------------------------------------
 
 
-def _plots(results: dict[str, Any], directory: Path) -> list[Path]:
-    try:
-        import matplotlib
-    except ImportError:
-        logger.warning("matplotlib is not installed: the report has tables but no plots (pip install matplotlib)")
-        return []
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    made = []
-    for name, draw in (("acceptance", _draw_acceptance), ("throughput", _draw_throughput)):
-        figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-        if draw(axes, results):
-            path = directory / f"{name}.png"
-            with files.replacing(path) as temporary:
-                figure.savefig(temporary, format="png", dpi=120)
-            made.append(path)
-        pyplot.close(figure)
-    return made
-
-
-def _draw_acceptance(axes: Any, results: dict[str, Any]) -> bool:
-    """Draw acceptance by position, measured and predicted; say whether there was anything to draw."""
-    drawn = False
+def _draw_acceptance(results: dict[str, Any]) -> Any:
+    """Return a figure of acceptance by position, measured and predicted; None without any."""
+    figure, axes = _figure()
     for run in results["runs"]:
         color = None
         for kind, line in (("acceptance", "o-"), ("predicted", "x--")):
@@ -156,16 +134,20 @@ def _draw_acceptance(axes: Any, results: dict[str, Any]) -> bool:
                 label = f"{_server_name(run)}, {run['concurrency']} in flight"
                 label += " (predicted)" if kind == "predicted" else ""
                 plotted = axes.plot(range(1, len(shares) + 1), shares, line, label=label, color=color)
-                color, drawn = plotted[0].get_color(), True
+                color = plotted[0].get_color()
     axes.set(xlabel="draft position", ylabel="share of rounds that accept it", ylim=(0, 1), title="Acceptance")
     axes.xaxis.get_major_locator().set_params(integer=True)
-    if drawn:
-        axes.legend()
-    return drawn
+    if not axes.lines:
+        return None
+    axes.legend()
+    return figure
 
 
-def _draw_throughput(axes: Any, results: dict[str, Any]) -> bool:
-    """Draw tokens/s by concurrency, a line a server."""
+def _draw_throughput(results: dict[str, Any]) -> Any:
+    """Return a figure of tokens/s by concurrency, a line a server; None without measurements."""
+    if not results["runs"]:
+        return None
+    figure, axes = _figure()
     servers: dict[str, list[tuple[int, float]]] = {}
     for run in results["runs"]:
         servers.setdefault(_server_name(run), []).append((run["concurrency"], run["tokens_per_s"]))
@@ -176,7 +158,14 @@ def _draw_throughput(axes: Any, results: dict[str, Any]) -> bool:
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.set(xlabel="requests in flight", ylabel="output tokens/s", ylim=(0, None), title="Throughput")
     axes.legend()
-    return bool(servers)
+    return figure
+
+
+def _figure() -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
+    return figure, figure.subplots()
 
 
 # --- page -------------------------------------------------------------------------------------------------
