@@ -17,9 +17,10 @@ from eagle3.common.log import logger
 Html = NewType("Html", str)
 Table = tuple[list[str], list[list[str]]]  # head, rows
 
-# Characters that hide or reorder the text around them.
-_UNPRINTABLE = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160), 0x200E, 0x200F, *range(0x202A, 0x202F),
-                              *range(0x2066, 0x206A)], "·")
+# Characters that hide or reorder the text around them, or are themselves not seen: controls, marks of direction, spaces
+# without width, tags. The joiners (U+200C, U+200D) stay: Persian and many emoji need them.
+_UNPRINTABLE = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160), 0xAD, 0x61C, 0x200B, 0x200E, 0x200F,
+                              *range(0x2028, 0x202F), *range(0x2060, 0x2070), 0xFEFF, *range(0xE0000, 0xE0080)], "·")
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 1rem auto; padding: 0 1rem; color: #222; }

@@ -6,10 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.pages import block_matplotlib
+from support.pages import HOSTILE, SHOWN, block_matplotlib, hides, hostile, is_harmless, tables_scroll
 
 from eagle3 import report as report_command
-from eagle3.common import files
+from eagle3.benchmark import report
+from eagle3.common import files, pages
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -49,7 +50,7 @@ def test_report_renders_from_results_alone(tmp_path):
     for text in ("1.987", "0.654", "1.962", "0.321", "-0.025", "1.50×", "3 of 4", "80.0", "unavailable"):
         assert text in page and text in result.stdout, text
     assert "/models/&lt;verifier&gt;" in page and "<verifier>" not in page
-    assert "http" not in page and "<script" not in page and page.count("data:image/png;base64,") == 2
+    assert "://" not in page and "<script" not in page and page.count("data:image/png;base64,") == 2
     for name in ("acceptance.png", "throughput.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
@@ -57,7 +58,7 @@ def test_report_renders_from_results_alone(tmp_path):
 def test_report_without_matplotlib_keeps_the_tables(tmp_path):
     files.write_json(tmp_path / "results.json", hand_made_results())
     result = render_again(tmp_path, PYTHONPATH=block_matplotlib(tmp_path))
-    assert result.returncode == 0 and "matplotlib is not installed" in result.stderr
+    assert result.returncode == 0 and result.stderr.count("matplotlib is not installed") == 1
     page = (tmp_path / "report.html").read_text()
     assert "1.987" in page and "data:image" not in page and not list(tmp_path.glob("*.png"))
 
@@ -70,3 +71,39 @@ def test_report_refuses_what_it_does_not_know(tmp_path):
     with pytest.raises(SystemExit) as wrong:
         report_command.main([])
     assert wrong.value.code == 2
+
+
+def test_a_text_in_any_field_stays_text_on_the_page_and_in_the_terminal(tmp_path):
+    results = hand_made_results()
+    results["model"]["path"] = hostile("model")
+    results["drafter"] = {"path": hostile("drafter"), "identity": f"id{HOSTILE}"}
+    results["engine"] |= {"kind": hostile("kind"), "version": hostile("version")}
+    results["settings"] |= {"gpus": [hostile("gpu 0"), hostile("gpu 1")], "prompts": hostile("prompts"),
+                            "max_tokens": hostile("most")}
+    results["runs"][1]["lossless"] = {"identical": hostile("same"), "replies": hostile("of")}
+    files.write_json(tmp_path / "results.json", results)
+    rendered = render_again(tmp_path)
+    assert rendered.returncode == 0, rendered.stderr
+    page = is_harmless(tmp_path / "report.html")
+    for name in ("model", "drafter", "kind", "version", "gpu 0", "gpu 1", "prompts", "most", "same", "of"):
+        assert name + SHOWN in page.text, name
+    assert f"(identity id{SHOWN[:10]})" in page.text
+    assert f"same{SHOWN} of of{SHOWN}" in rendered.stdout and not any(map(hides, rendered.stdout))
+
+
+def test_a_row_of_a_terminal_table_is_one_line():
+    assert pages.text_table(["a", "b"], [["x\ny\tz", "1"], ["\x1b", ""]]) == "a      b\nx y z  1\n·"
+
+
+def test_a_table_wider_than_the_page_scrolls(tmp_path):
+    files.write_json(tmp_path / "results.json", hand_made_results())
+    report.render(tmp_path)
+    assert tables_scroll(is_harmless(tmp_path / "report.html"))
+
+
+def test_plots_leave_matplotlib_as_it_was(tmp_path):
+    program = ("import sys; from pathlib import Path; from eagle3.benchmark import report\n"
+               f"print(*report.render(Path({str(tmp_path)!r}))); assert 'matplotlib.pyplot' not in sys.modules")
+    files.write_json(tmp_path / "results.json", hand_made_results())
+    made = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert [Path(name).name for name in made.split()] == ["report.html", "acceptance.png", "throughput.png"]
