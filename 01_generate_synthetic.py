@@ -4,7 +4,7 @@ A drafter learns to predict its verifier, so it is trained on the verifier's own
 lines, a JSON array, Parquet, a folder or a hub dataset of {"id", "messages": [{"role", "content"}], "tools"},
 {"id", "prompt"} or ShareGPT {"conversations": [{"from", "value"}]}; id and tools may be missing.
 Writes into RUN_DIR/01_traces:
-  trace_rows.jsonl    one finished reply a line: texts, token ids, what was asked
+  traces.jsonl    one finished reply a line: texts, token ids, what was asked
   skipped.jsonl   prompts that gave no trace (cut inside the reasoning, empty, too long, refused by the
                   template, …) with the reason; they are not asked again until their prompt changes
   failures.jsonl  prompts whose requests failed in the last run; the next run asks them again

@@ -62,7 +62,7 @@ def run(options: ExtractOptions, stage: Stage) -> None:
     needed = bytes_needed(todo, facts.hidden_size, stored_as(extract, extract.dtype))
     require_free_disk(stage.directory, needed, f"{len(todo)} samples")
     stage.manifest.update(look_ahead(options, stage) if todo else {})
-    failed, agreement = capture(options, stage, store, samples, done) if todo else ([], None)
+    failed, agreement = capture(options, stage, facts, layers, store, samples, done) if todo else ([], None)
     outputs = store.finish(samples)
     stage.complete(
         counts={
@@ -136,10 +136,11 @@ def plan(
 
 
 def capture(
-    options: ExtractOptions, stage: Stage, store: "StateStore", samples: "list[Sample]", done: set[int]
+    options: ExtractOptions, stage: Stage, facts: verifier.Verifier, layers: list[int], store: "StateStore",
+    samples: "list[Sample]", done: set[int],
 ) -> tuple[list[dict[str, Any]], float]:
     """Run every batch that has a missing sample; return (failed entries, agreement)."""
-    from eagle3.states.extraction import AgreementCheck, Capture, batches
+    from eagle3.states.extraction import AgreementCheck, Capture, batches, settings_for
 
     extract = options.extract
     store.sweep()
@@ -148,19 +149,12 @@ def capture(
     total = sum(len(sample.input_ids) for sample in samples)
     already = sum(len(by_number[i].input_ids) for i in done if i in by_number)
     progress = stage.progress("states", total, "tokens", already)
-    check = AgreementCheck(verifier.read(Path(options.model.path)), store, extract.min_agreement)
-    with Capture(
-        stage,
-        options.model,
-        options.engine,
-        store,
-        backend=extract.backend,
-        dtype=extract.dtype,
-        max_length=extract.max_length,
-        batch_tokens=extract.batch_tokens,
-        states_dtype=extract.states_dtype,
-    ) as child:
-        for batch in batches(samples, max(extract.batch_tokens, extract.max_length)):
+    check = AgreementCheck(facts, store, extract.min_agreement)
+    settings = settings_for(facts, layers, options.model, options.engine, store, backend=extract.backend,
+                            dtype=extract.dtype, max_length=extract.max_length, batch_tokens=extract.batch_tokens,
+                            states_dtype=extract.states_dtype)
+    with Capture(stage, options.engine, store, settings) as child:
+        for batch in batches(samples, settings.batch_tokens):
             missing = {sample.i for sample in batch} - done
             if not missing:
                 continue

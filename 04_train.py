@@ -74,7 +74,7 @@ def run(options: TrainOptions, stage: Stage) -> None:
     model = (network.continue_from(Path(train.init_from), facts, layers) if train.init_from
              else network.build(facts, layers, d2t, t2d, shape, seed=train.seed)).to(processes.device)
     trainer = Trainer(model, store, train, processes)
-    loop = Loop(stage, facts, trainer, plan, held_out)
+    loop = Loop(stage, facts, trainer, plan, held_out, layers)
     packed = plan.packed(0)
     logger.info(
         "%d training and %d held-out samples; %d steps of %d batches x %d tokens, packed to %.1f%%; %s trained "

@@ -242,14 +242,14 @@ def smoke(options: ExportOptions, stage: Stage, export: Export, drafter: Path) -
     """Ask a few prompts at temperature 0 and return the acceptance; PreconditionError when it is too low."""
     from eagle3.benchmark import load
     from eagle3.checks import preflight
-    from eagle3.engines import installed, launch
+    from eagle3.engines import defaults, launch
     from eagle3.traces import prompts
 
     section, model = options.export, Path(options.model.path)
     preflight.before_drafter(options, stage, drafter, export)
     asked = prompts.read_prompts(Path(section.smoke_prompts or PROMPTS), section.smoke_count)
     load_section = BenchmarkSection(max_tokens=section.smoke_tokens, temperature=0.0)
-    arguments = installed.no_prefix_caching(options.engine)
+    arguments = defaults.no_prefix_caching(options.engine)
     arguments = [*arguments, "--trust-remote-code"] if options.model.trust_remote_code else arguments
     speculative = {"model": str(drafter), "num_speculative_tokens": section.smoke_draft_tokens}
     with launch.serve(options.engine, model, stage=stage, label=f"{stage.directory.name}-smoke",

@@ -59,14 +59,14 @@ def run(options: BenchmarkOptions, stage: Stage) -> None:
     if not stage.open(inputs=plan.inputs, holds=lambda: any((stage.directory / "runs").glob("*"))):
         return
     stage.manifest.update(look_ahead(options, stage, plan))
-    from eagle3.benchmark import measurements
+    from eagle3.benchmark import measurements, prediction
 
     runs = [run for count in plan.counts for run in measure_server(options, stage, plan, count)]
     measurements.compare(stage.directory, runs, greedy=options.benchmark.temperature == 0)
     first = options.benchmark.concurrency[0]  # acceptance at temperature 0 does not depend on it
     if plan.capture and plan.drafter:
         drafted = [run for run in runs if run["draft_tokens"] and run["concurrency"] == first]
-        measurements.predict(stage, options.model, plan.capture, plan.drafter, drafted, baseline=name_of(0, first))
+        prediction.predict_runs(stage, options.model, plan.capture, plan.drafter, drafted, baseline=name_of(0, first))
     results = {
         "schema_version": SCHEMA_VERSION,
         "model": {"path": str(plan.model), "identity": files.sha256_json(plan.inputs["model"])},
@@ -254,9 +254,9 @@ def serving(options: BenchmarkOptions, stage: Stage, plan: Plan, draft_tokens: i
 
 def server_words(options: BenchmarkOptions, plan: Plan, draft_tokens: int) -> tuple[list[str], dict[str, Any] | None]:
     """Return the server's arguments besides engine.args, and what it is told of the drafter."""
-    from eagle3.engines import installed
+    from eagle3.engines import defaults
 
-    arguments = [*installed.no_prefix_caching(options.engine), *options.benchmark.serve_args]
+    arguments = [*defaults.no_prefix_caching(options.engine), *options.benchmark.serve_args]
     if options.model.trust_remote_code:
         arguments.append("--trust-remote-code")
     return arguments, ({"model": str(plan.drafter), "num_speculative_tokens": draft_tokens} if draft_tokens else None)

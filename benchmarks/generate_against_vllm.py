@@ -39,7 +39,7 @@ sys.path.insert(0, str(ROOT))
 from eagle3.common import files  # noqa: E402
 from eagle3.common.options import EngineOptions  # noqa: E402
 from eagle3.common.processes import Child  # noqa: E402
-from eagle3.engines import counters, installed, launch, servers  # noqa: E402
+from eagle3.engines import counters, defaults, launch, servers  # noqa: E402
 from eagle3.traces import trace_rows  # noqa: E402
 
 TOKENS_COUNTER = "vllm:generation_tokens_total"
@@ -169,8 +169,8 @@ def server_command(given: argparse.Namespace, port: int) -> tuple[list[str], dic
     """Return the server's command line and environment."""
     remote = ["--trust-remote-code"] if given.trust_remote_code else []
     engine = EngineOptions(python=given.python, args=[*shlex.split(given.server_args), *remote])
-    line = launch.command(engine, given.model, port, installed.no_prefix_caching(engine))
-    return line, installed.one_process_on_cpu(engine) | installed.default_env(engine) | LOCAL
+    line = launch.command(engine, given.model, port, defaults.no_prefix_caching(engine))
+    return line, defaults.one_process_on_cpu(engine) | defaults.default_env(engine) | LOCAL
 
 
 def warm_up(server: servers.Server, given: argparse.Namespace) -> None:
@@ -225,7 +225,7 @@ def tokens_so_far(server: servers.Server) -> int:
 def run_bench(server: servers.Server, given: argparse.Namespace, out: Path, number: int) -> dict[str, Any]:
     """Run `vllm bench serve`; return what it reports."""
     result = out / f"bench{number}.json"
-    run(bench_command(server, given, out, result.name), out / f"bench{number}.log", installed.default_env(
+    run(bench_command(server, given, out, result.name), out / f"bench{number}.log", defaults.default_env(
         EngineOptions(python=given.python)) | LOCAL)
     report = files.read_json(result)
     if report["completed"] != given.count:

@@ -15,6 +15,7 @@ from eagle3.common import tensor_files, versions
 from eagle3.common.findings import FAIL, WARN
 from eagle3.drafter.checkpoint import EMBEDDING, MAPPING, REQUIRED, canonical_key
 from eagle3.drafter.flat_config import IDS, NORM_FLAGS
+from eagle3.engines import arguments
 
 FOUND, OUT, REMAINS = "found", "ruled out", "remains"
 EXPORT_AGAIN = "export it again with 05_fix_weight_keys.py"
@@ -44,7 +45,7 @@ def auxiliary_ids(run: Run) -> Evidence:
     """auxiliary layer ids"""
     trained, captured, asked = run.served.trained_ids, run.log.captured, run.option("model", "layers")
     if trained is None:
-        yield Item(REMAINS, "no manifest of stage 02 or 04 says which layers were trained",
+        yield Item(REMAINS, "neither the checkpoint nor a manifest says which layers were trained",
                    "compare config.json with the training's --layers")
         return
     if captured and captured != trained:
@@ -103,7 +104,7 @@ def compile_cache(run: Run) -> Evidence:
         yield Item(OUT, "SGLang keeps no such cache")
     elif run.served.version and versions.numbers(run.served.version) >= (0, 17, 0):
         yield Item(OUT, f"vLLM {run.served.version} hashes the drafter's config into its key")
-    elif run.log.eager or "--enforce-eager" in run.arguments:
+    elif run.log.eager or arguments.given(run.arguments, "--enforce-eager"):
         yield Item(OUT, "nothing was compiled (eager mode)")
     elif (run.option("engine", "env") or {}).get("VLLM_DISABLE_COMPILE_CACHE") == "1":
         yield Item(OUT, "the cache was off (VLLM_DISABLE_COMPILE_CACHE=1)")
@@ -224,8 +225,10 @@ def fused_all_reduce(run: Run) -> Evidence:
     fix = f"add {flag} to engine.args, or take 0.5.11 or newer"
     if run.served.engine != "sglang":
         yield Item(OUT, f"the engine is {run.served.engine}")
-    elif flag in run.arguments or (run.option("engine", "tensor_parallel_size") == 1 and not run.attached):
-        yield Item(OUT, f"{flag} was given" if flag in run.arguments else "one GPU: nothing is reduced")
+    elif arguments.given(run.arguments, flag):
+        yield Item(OUT, f"{flag} was given")
+    elif run.option("engine", "tensor_parallel_size") == 1 and not run.attached:
+        yield Item(OUT, "one GPU: nothing is reduced")
     elif version and versions.numbers(version) >= (0, 5, 11):
         yield Item(OUT, f"SGLang {version} captures after the reduction")
     else:

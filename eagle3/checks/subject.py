@@ -1,7 +1,6 @@
 """What is looked at before anything expensive, and what is said of it: the terms of the doctor and of preflight."""
 
 import functools
-import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +11,7 @@ from typing import Any
 from eagle3.common import machine
 from eagle3.common.errors import StageError
 from eagle3.common.options import EngineOptions, ModelOptions
+from eagle3.engines import arguments
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 _PARTS = ("where", "expected", "found")
@@ -67,13 +67,8 @@ class Subject:
         return machine.gpus(self.environment.get("CUDA_VISIBLE_DEVICES"))
 
     def argument(self, *names: str) -> str | None:
-        """Return the value of one of the engine's arguments, the last one given, None when there is none."""
-        found = None
-        for word, following in itertools.pairwise([*self.arguments, ""]):
-            flag, equals, value = word.partition("=")
-            if flag in names:
-                found = value if equals else following
-        return found
+        """Return the value of one of the engine's arguments, None when it is not given (see `arguments.value`)."""
+        return arguments.value(self.arguments, *names)
 
 
 Check = Callable[[Subject], Iterator[Line]]

@@ -20,7 +20,7 @@ from eagle3.drafter import verifier
 from eagle3.drafter.checkpoint import canonical_key, engine_key
 from eagle3.drafter.flat_config import flat_config, nested_ids
 from eagle3.dryrun import estimates
-from eagle3.engines import installed, launch
+from eagle3.engines import arguments, installed, launch
 
 Options = TypeVar("Options")
 
@@ -168,10 +168,8 @@ class DryRun:
 
 def _share(engine: EngineOptions) -> float:
     flag, default = ("--gpu-memory-utilization", 0.92) if engine.kind == "vllm" else ("--mem-fraction-static", 0.88)
-    for word, following in zip([*engine.args, ""], [*engine.args[1:], "", ""], strict=False):
-        if word.partition("=")[0] == flag:
-            with contextlib.suppress(ValueError):
-                return float(word.partition("=")[2] or following)
+    with contextlib.suppress(ValueError, TypeError):
+        return float(arguments.value(engine.args, flag))  # type: ignore[arg-type]
     return default
 
 

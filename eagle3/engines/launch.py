@@ -12,7 +12,7 @@ from eagle3.common.log import duration, logger
 from eagle3.common.options import EngineOptions
 from eagle3.common.processes import Child
 from eagle3.common.stage import Stage
-from eagle3.engines import installed
+from eagle3.engines import arguments, defaults, installed
 from eagle3.engines.servers import NO_ANSWER, Server, ended, get, identify
 
 _POLL_S = 0.25
@@ -33,7 +33,7 @@ def command(
     if engine.kind == "vllm":
         line = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(model_path), *shared]
         line += ["--tensor-parallel-size", str(engine.tensor_parallel_size)]
-        line += [*(installed.cpu_args(engine, model_path) if for_cpu else []), *engine.args, *extra_args]
+        line += [*(defaults.cpu_args(engine, model_path) if for_cpu else []), *engine.args, *extra_args]
         if speculative:
             line += ["--speculative-config", json.dumps({"method": "eagle3"} | speculative)]
     else:
@@ -74,8 +74,8 @@ def serve(
     logger.info("starting %s for %s; its log: %s", engine.kind, label, log_path)
     logger.debug("engine command: %s", " ".join(line))
     started = time.monotonic()
-    on_cpu = installed.one_process_on_cpu(engine) | installed.mla_on_cpu_env(engine, model_path)
-    with Child(line, log_path=log_path, env=on_cpu | installed.default_env(engine)) as child:
+    on_cpu = defaults.one_process_on_cpu(engine) | defaults.mla_on_cpu_env(engine, model_path)
+    with Child(line, log_path=log_path, env=on_cpu | defaults.default_env(engine)) as child:
         server = _wait_until_ready(engine, model_path, f"http://127.0.0.1:{port}", child, stage)
         logger.info("%s %s is ready after %s", server.kind, server.version, duration(time.monotonic() - started))
         yield server
@@ -107,15 +107,10 @@ def _wait_until_ready(engine: EngineOptions, model_path: Path, root: str, child:
         time.sleep(_POLL_S)
 
 
-def given_port(arguments: Sequence[str]) -> int | None:
+def given_port(words: Sequence[str]) -> int | None:
     """Return the port that an engine's arguments name, None when they leave it to us."""
-    for i, argument in enumerate(arguments):
-        value = argument.partition("=")[2] if argument.startswith("--port=") else ""
-        if argument == "--port" and i + 1 < len(arguments):
-            value = arguments[i + 1]
-        if value.isdigit():
-            return int(value)
-    return None
+    value = arguments.value(words, "--port") or ""
+    return int(value) if value.isdigit() else None
 
 
 def _free_port() -> int:

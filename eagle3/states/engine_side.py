@@ -3,10 +3,6 @@
 Runs as a child process in the engine's interpreter (`python -m eagle3.states.engine_side`), so it needs nothing that
 the engine does not bring: torch and safetensors. The parent sends one JSON line per batch and gets one line
 per batch back; the states go straight to their final files.
-
-What is captured, for layers [a, b, c, N-1]: the residual stream entering layers a, b and c, and the output of
-layer N-1, the teacher state, before the final norm. vLLM's layers return the stream in two parts that have to
-be added at once, because the next layer's fused norm writes into them.
 """
 
 import hashlib
@@ -18,125 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from eagle3.common import files
+from eagle3.states.recorder import Recorder, assign
+from eagle3.states.settings import CaptureSettings
 from eagle3.states.store import FP8, SCALES, encode_fp8
 
-CONVENTION = "aux: residual stream entering the layer; last: output of the last decoder layer before the final norm"
 _WRITERS = 4
-
-
-# --- reading states off decoder layers -------------------------------------------------------------------
-
-
-def decoder_layers(model: Any, count: int) -> tuple[str, Any, Any]:
-    """Return (path, the decoder's ModuleList of `count` layers, the token embedding beside it).
-
-    Raises LookupError naming the lists found when none fits.
-    """
-    import torch
-
-    lists = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.ModuleList) and name.split(".")[-1] == "layers"
-    }
-    for name, module in sorted(lists.items(), key=lambda item: len(item[0])):
-        owner = model.get_submodule(name.rpartition(".")[0])
-        if len(module) == count and hasattr(owner, "embed_tokens"):
-            return name, module, owner.embed_tokens
-    raise LookupError(f"no decoder with {count} layers; lists found: { {n: len(m) for n, m in lists.items()} }")
-
-
-def stream(output: Any) -> Any:
-    """Return the residual stream [tokens, H] that a decoder layer's output stands for (a new tensor)."""
-    if not isinstance(output, tuple):
-        return output.clone()
-    if len(output) > 1 and output[1] is not None:
-        return output[0] + output[1]
-    return output[0].clone()
-
-
-class Recorder:
-    """Forward hooks that keep, for each forward pass, token ids, positions and the four streams.
-
-    The streams entering layers a, b, c are the outputs of the layers before them.
-    """
-
-    def __init__(self, model: Any, layers: list[int], num_layers: int) -> None:
-        self.path, modules, embedding = decoder_layers(model, num_layers)
-        self.slots = {layer - 1: slot for slot, layer in enumerate(layers[:-1])}
-        self.slots_last = len(layers) - 1
-        self.passes: list[dict[str, Any]] = []
-        self.handles = [embedding.register_forward_pre_hook(self._on_tokens)]
-        for index, module in enumerate(modules):
-            if index in self.slots or index == num_layers - 1:
-                hook = self._hook(index, last=index == num_layers - 1)
-                self.handles.append(module.register_forward_hook(hook, with_kwargs=True))
-
-    def _on_tokens(self, _module: Any, arguments: tuple[Any, ...]) -> None:
-        self.passes.append({"tokens": arguments[0].detach().clone(), "streams": {}})
-
-    def _hook(self, index: int, *, last: bool) -> Any:
-        def hook(_module: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
-            current = self.passes[-1]
-            value = stream(output)
-            if index in self.slots:
-                current["streams"][self.slots[index]] = value
-            if last:
-                current["streams"][self.slots_last] = value
-                positions = keywords.get("positions", arguments[0] if arguments else None)
-                current["positions"] = None if positions is None else positions.detach().clone()
-
-        return hook
-
-    def take(self) -> list[tuple[list[int], list[int], Any]]:
-        """Return and forget the passes as (token ids, positions, states [tokens, slots, H])."""
-        import torch
-
-        taken = []
-        for current in self.passes:
-            if len(current["streams"]) != self.slots_last + 1:
-                continue  # a pass that ended early
-            positions = current["positions"]
-            positions = positions[0] if positions.dim() == 2 else positions  # M-RoPE repeats text positions
-            states = torch.stack([current["streams"][slot] for slot in sorted(current["streams"])], dim=1)
-            count = min(len(states), len(positions), len(current["tokens"]))
-            taken.append((current["tokens"][:count].tolist(), positions[:count].tolist(), states[:count]))
-        self.passes = []
-        return taken
-
-
-def assign(
-    passes: list[tuple[list[int], list[int], Any]], jobs: list[tuple[int, list[int]]]
-) -> tuple[dict[int, Any], dict[int, str]]:
-    """Give each job its states out of the passes, matched by position and token ids.
-
-    Args:
-        passes: from Recorder.take; a pass holds one or more pieces of sequences one after the other.
-        jobs: (sample number, token ids).
-    Returns:
-        ({sample: states [T, slots, H]}, {sample: what is missing}). A sequence may come in several pieces
-        (chunked prefill); a sample counts only when every one of its tokens has been seen.
-    """
-    import torch
-
-    pieces: dict[int, list[Any]] = {number: [] for number, _ in jobs}
-    filled = dict.fromkeys(pieces, 0)
-    for tokens, positions, states in passes:
-        starts = [0] + [k for k in range(1, len(positions)) if positions[k] != positions[k - 1] + 1]
-        for start, stop in zip(starts, [*starts[1:], len(positions)], strict=True):
-            for number, ids in jobs:
-                offset = positions[start]
-                if filled[number] == offset and ids[offset : offset + stop - start] == tokens[start:stop]:
-                    pieces[number].append(states[start:stop])
-                    filled[number] += stop - start
-                    break
-    complete, missing = {}, {}
-    for number, ids in jobs:
-        if filled[number] == len(ids):
-            complete[number] = torch.cat(pieces[number]) if len(pieces[number]) > 1 else pieces[number][0]
-        else:
-            missing[number] = f"states for {filled[number]} of {len(ids)} tokens (cached prefix?)"
-    return complete, missing
 
 
 class Writer:
@@ -145,6 +27,11 @@ class Writer:
     def __init__(self, directory: Path, metadata: dict[str, str], *, fp8: bool = False) -> None:
         self.directory, self.metadata, self.fp8 = directory, metadata, fp8
         self._pool = ThreadPoolExecutor(_WRITERS)
+
+    @classmethod
+    def of(cls, settings: CaptureSettings) -> "Writer":
+        """Return the writer that a capture wants."""
+        return cls(Path(settings.directory), settings.metadata, fp8=settings.states_dtype == FP8)
 
     def submit(self, number: int, token_ids: list[int], states: Any) -> "Future[dict[str, Any]]":
         """Start writing `states` [T, slots, H]; the future gives the sample's entry or its error."""
@@ -182,13 +69,13 @@ class CaptureExtension:
     """
 
     def capture_start(self, settings: str) -> str:
-        """Install hooks on rank 0; `settings` is JSON with layers, num_layers, directory, metadata, states_dtype."""
-        options = json.loads(settings)
+        """Install hooks on rank 0; `settings` is the JSON of CaptureSettings."""
+        options = CaptureSettings.from_json(settings)
         self._recorder: Recorder | None = None
         if self.rank != 0:  # type: ignore[attr-defined]
             return ""
-        self._recorder = Recorder(self.model_runner.model, options["layers"], options["num_layers"])  # type: ignore[attr-defined]
-        self._writer = Writer(Path(options["directory"]), options["metadata"], fp8=options["states_dtype"] == FP8)
+        self._recorder = Recorder(self.model_runner.model, options.layers, options.num_layers)  # type: ignore[attr-defined]
+        self._writer = Writer.of(options)
         return self._recorder.path
 
     def capture_collect(self, jobs: str) -> str:
@@ -216,7 +103,7 @@ def write_batch(
 class VllmBackend:
     """Prefill through vLLM's LLM class, without prefix caching; one sampled token ends each request."""
 
-    def __init__(self, settings: dict[str, Any]) -> None:
+    def __init__(self, settings: CaptureSettings) -> None:
         # In one process the scheduler sees a whole batch before its first step: batches, and with them the
         # rounding of every state, do not depend on the moment at which a request arrives.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -225,7 +112,7 @@ class VllmBackend:
         _let_llvmlite_be_looked_at()
         self.llm = LLM(**engine_arguments(settings))
         self.sampling = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
-        self.path = next(filter(None, self.llm.collective_rpc("capture_start", args=(json.dumps(settings),))))
+        self.path = next(filter(None, self.llm.collective_rpc("capture_start", args=(settings.to_json(),))))
 
     def run(self, jobs: list[tuple[int, list[int]]], wanted: list[int]) -> list[dict[str, Any]]:
         """Prefill all jobs together; write the wanted ones, with the engine's own next token in their entries."""
@@ -257,7 +144,7 @@ def _let_llvmlite_be_looked_at() -> None:
     handle.__getattr__ = symbols_only
 
 
-def engine_arguments(settings: dict[str, Any]) -> dict[str, Any]:
+def engine_arguments(settings: CaptureSettings) -> dict[str, Any]:
     """Return the keyword arguments for vllm.LLM: the user's engine.args, then what capture needs."""
     from vllm.engine.arg_utils import EngineArgs
 
@@ -266,15 +153,15 @@ def engine_arguments(settings: dict[str, Any]) -> dict[str, Any]:
     except ImportError:  # before 0.12
         from vllm.utils import FlexibleArgumentParser
     defaults = vars(EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args([]))
-    given = vars(EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(settings["engine_args"]))
+    given = vars(EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args([*settings.engine_args]))
     chosen = {name: value for name, value in given.items() if value != defaults[name]}
     return chosen | {
-        "model": settings["model"],
-        "trust_remote_code": settings["trust_remote_code"],
-        "dtype": settings["dtype"],
-        "tensor_parallel_size": settings["tensor_parallel_size"],
-        "max_model_len": settings["max_length"] + 1,
-        "max_num_batched_tokens": settings["batch_tokens"],
+        "model": settings.model,
+        "trust_remote_code": settings.trust_remote_code,
+        "dtype": settings.dtype,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "max_model_len": settings.max_length + 1,
+        "max_num_batched_tokens": settings.batch_tokens,
         "enable_prefix_caching": False,
         "enforce_eager": True,  # hooks do not run inside compiled graphs
         "worker_extension_cls": "eagle3.states.engine_side.CaptureExtension",
@@ -285,21 +172,21 @@ def engine_arguments(settings: dict[str, Any]) -> dict[str, Any]:
 class TransformersBackend:
     """The reference: one sequence at a time through transformers, with the same hooks."""
 
-    def __init__(self, settings: dict[str, Any]) -> None:
+    def __init__(self, settings: CaptureSettings) -> None:
         import torch
         from transformers import AutoModelForCausalLM
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self.model = AutoModelForCausalLM.from_pretrained(
-            settings["model"],
-            dtype=getattr(torch, settings["dtype"]),
-            trust_remote_code=settings["trust_remote_code"],
-            attn_implementation=settings.get("attention", "sdpa"),
+            settings.model,
+            dtype=getattr(torch, settings.dtype),
+            trust_remote_code=settings.trust_remote_code,
+            attn_implementation="sdpa",
         ).to(device)
         self.model.eval()
-        self.recorder = Recorder(self.model, settings["layers"], settings["num_layers"])
+        self.recorder = Recorder(self.model, settings.layers, settings.num_layers)
         self.path = self.recorder.path
-        self.writer = Writer(Path(settings["directory"]), settings["metadata"], fp8=settings["states_dtype"] == FP8)
+        self.writer = Writer.of(settings)
 
     def run(self, jobs: list[tuple[int, list[int]]], wanted: list[int]) -> list[dict[str, Any]]:
         """Run the wanted jobs one by one and return their entries with the model's own next token."""
@@ -323,8 +210,8 @@ def main() -> None:
     """Serve batches: settings on the first line of stdin, then lines {"jobs": [[i, ids], …], "write": [i, …]}."""
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # the engine's own prints go to the log, not between the replies
-    settings = json.loads(sys.stdin.readline())
-    backend = (VllmBackend if settings["backend"] == "vllm" else TransformersBackend)(settings)
+    settings = CaptureSettings.from_json(sys.stdin.readline())
+    backend = (VllmBackend if settings.backend == "vllm" else TransformersBackend)(settings)
     print(json.dumps({"ready": backend.path}), file=replies, flush=True)
     for line in sys.stdin:
         message = json.loads(line)

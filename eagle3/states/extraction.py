@@ -5,7 +5,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from queue import Empty, Queue
 from typing import Any
 
@@ -14,9 +13,9 @@ from eagle3.common.log import logger
 from eagle3.common.options import EngineOptions, ModelOptions
 from eagle3.common.processes import Child
 from eagle3.common.stage import Stage
-from eagle3.drafter import verifier as verifiers
-from eagle3.engines import installed
-from eagle3.states.engine_side import CONVENTION
+from eagle3.drafter.verifier import TeacherHead, Verifier
+from eagle3.engines import arguments, defaults
+from eagle3.states.settings import CONVENTION, CaptureSettings
 from eagle3.states.store import FP8, FP8_FORM, Sample, StateStore
 
 # Agreement is judged once this many samples are in; a few rounding ties must not decide.
@@ -41,50 +40,36 @@ def batches(samples: list[Sample], batch_tokens: int) -> Iterator[list[Sample]]:
         yield batch
 
 
+def settings_for(
+    facts: Verifier, layers: list[int], model: ModelOptions, engine: EngineOptions, store: StateStore, *,
+    backend: str, dtype: str, max_length: int, batch_tokens: int, states_dtype: str = "auto",
+) -> CaptureSettings:
+    """Return what a capture into `store` is told.
+
+    Args:
+        layers: of `facts`, resolved. dtype: resolved as well. batch_tokens: raised to max_length if below.
+    """
+    about = {"model": facts.folder.name, "layers": layers, "convention": CONVENTION, "dtype": dtype}
+    if states_dtype == FP8:
+        about["states"] = FP8_FORM
+    own = [*defaults.mla_on_cpu_args(engine, facts.folder), *engine.args] if backend == "vllm" else []
+    return CaptureSettings(
+        backend=backend, model=str(model.path), trust_remote_code=model.trust_remote_code, layers=tuple(layers),
+        num_layers=facts.num_layers, dtype=dtype, states_dtype=states_dtype, max_length=max_length,
+        batch_tokens=max(batch_tokens, max_length), tensor_parallel_size=engine.tensor_parallel_size,
+        engine_args=tuple(own), directory=str(store.files), metadata={"capture": json.dumps(about)})
+
+
 class Capture:
     """A capture child on one verifier; a context manager that ends it with everything it started."""
 
-    def __init__(
-        self,
-        stage: Stage,
-        model: ModelOptions,
-        engine: EngineOptions,
-        store: StateStore,
-        *,
-        backend: str,
-        dtype: str,
-        max_length: int,
-        batch_tokens: int,
-        states_dtype: str = "auto",
-    ) -> None:
-        self._stage, self._store = stage, store
-        self.verifier = verifiers.read(Path(model.path))
-        layers = self.verifier.layers(model.layers)
+    def __init__(self, stage: Stage, engine: EngineOptions, store: StateStore, settings: CaptureSettings) -> None:
+        self._stage, self._store, self._settings = stage, store, settings
         self._timeout_s = engine.startup_timeout_min * 60
-        about = {"model": Path(model.path).name, "layers": layers, "convention": CONVENTION, "dtype": dtype}
-        if states_dtype == FP8:
-            about["states"] = FP8_FORM
-        self._settings = {
-            "backend": backend,
-            "model": model.path,
-            "trust_remote_code": model.trust_remote_code,
-            "layers": layers,
-            "num_layers": self.verifier.num_layers,
-            "dtype": dtype,
-            "max_length": max_length,
-            "batch_tokens": max(batch_tokens, max_length),
-            "tensor_parallel_size": engine.tensor_parallel_size,
-            "engine_args": [*installed.mla_on_cpu_args(engine, self.verifier.folder), *engine.args]
-            if backend == "vllm"
-            else [],
-            "directory": str(store.files),
-            # One entry: safetensors writes several in random order, and the same states would differ in bytes.
-            "metadata": {"capture": json.dumps(about)},
-            "states_dtype": states_dtype,
-        }
-        self._command = [(engine.python or sys.executable) if backend == "vllm" else sys.executable, "-m",
-                         "eagle3.states.engine_side"]
-        self._env = engine_environment(engine) if backend == "vllm" else {}
+        inside = settings.backend == "vllm"
+        python = engine.python if inside else None
+        self._command = [python or sys.executable, "-m", "eagle3.states.engine_side"]
+        self._env = engine_environment(engine) if inside else {}
         self._label = "capture"
 
     def __enter__(self) -> "Capture":
@@ -97,7 +82,7 @@ class Capture:
         logger.info("loading the verifier for capture (its log: %s)", log)
         started = time.monotonic()
         try:
-            self._send(self._settings)
+            self._send(self._settings.to_json())
             ready = self._receive(self._timeout_s, waiting="loading")
         except BaseException:
             self._child.stop()
@@ -114,12 +99,13 @@ class Capture:
         Returns an entry per wanted sample: {i, tokens, bytes, sha256, next_token} or {i, error}.
         """
         jobs = [[sample.i, sample.input_ids] for sample in batch]
-        self._send({"jobs": jobs, "write": sorted(wanted) if wanted is not None else [number for number, _ in jobs]})
+        write = sorted(wanted) if wanted is not None else [number for number, _ in jobs]
+        self._send(json.dumps({"jobs": jobs, "write": write}))
         return self._receive(self._timeout_s)["entries"]
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def _send(self, line: str) -> None:
         try:
-            self._child.stdin.write(json.dumps(message).encode() + b"\n")
+            self._child.stdin.write(line.encode() + b"\n")
             self._child.stdin.flush()
         except BrokenPipeError:
             raise self._died() from None
@@ -164,16 +150,15 @@ class Capture:
 
 def engine_environment(engine: EngineOptions) -> dict[str, str]:
     """Return the environment for the engine: its defaults on this machine, then the user's."""
-    return {**installed.default_env(engine), **installed.one_process_on_cpu(engine), **engine.env}
+    return {**defaults.default_env(engine), **defaults.one_process_on_cpu(engine), **engine.env}
 
 
 def resolve_dtype(requested: str, engine: EngineOptions) -> str:
     """Return the verifier's precision for capture: as asked, else the server's, so that states fit its replies."""
     if requested != "auto":
         return requested
-    words = [*installed.cpu_args(engine), *engine.args]
-    given = [value for name, value in zip(words, words[1:], strict=False) if name == "--dtype"]
-    return given[-1] if given and given[-1] != "auto" else "bfloat16"
+    given = arguments.value([*defaults.cpu_args(engine), *engine.args], "--dtype") or "auto"
+    return {"auto": "bfloat16", "half": "float16", "float": "float32"}.get(given, given)
 
 
 class AgreementCheck:
@@ -184,8 +169,8 @@ class AgreementCheck:
     ties fail on a few.
     """
 
-    def __init__(self, verifier: verifiers.Verifier, store: StateStore, minimum: float) -> None:
-        self._head = verifiers.TeacherHead(verifier)
+    def __init__(self, verifier: Verifier, store: StateStore, minimum: float) -> None:
+        self._head = TeacherHead(verifier)
         self._store, self._minimum = store, minimum
         self.agreed = self.checked = 0
 

@@ -14,7 +14,7 @@ from support.fake_engine import install
 
 from eagle3.common.errors import Interrupted, PreconditionError
 from eagle3.common.options import EngineOptions
-from eagle3.engines import counters, installed, launch, servers
+from eagle3.engines import counters, defaults, installed, launch, servers
 from eagle3.engines.counters import Counters
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -192,10 +192,10 @@ def test_environment_defaults_give_way_to_the_user(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
     python = install(tmp_path)
-    env = installed.default_env(EngineOptions(python=python, startup_timeout_min=90))
+    env = defaults.default_env(EngineOptions(python=python, startup_timeout_min=90))
     assert env["VLLM_CPU_KVCACHE_SPACE"] == "2" and "HF_HUB_OFFLINE" not in env
     assert env["VLLM_ENGINE_READY_TIMEOUT_S"] == "5400"
-    given = installed.default_env(EngineOptions(python=python, env={"VLLM_CPU_KVCACHE_SPACE": "8"}))
+    given = defaults.default_env(EngineOptions(python=python, env={"VLLM_CPU_KVCACHE_SPACE": "8"}))
     assert given["VLLM_CPU_KVCACHE_SPACE"] == "8"
 
 
