@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eagle3.common import files, lock
+from eagle3.common import lock
+from eagle3.common import manifest as manifests
 from eagle3.common.errors import PreconditionError, StageError
 from eagle3.common.stage import STAGES
 
@@ -77,7 +78,7 @@ def _entry(folder: Path, deadline: float) -> Entry | None:
     if not (folder / "manifest.json").exists():
         return Entry(folder.name, folder.name, "running", owner=owner) if owner and folder.name in SCRIPTS else None
     try:
-        manifest = files.read_json(folder / "manifest.json")
+        manifest = manifests.read(folder)
         stage, status = manifest["stage"], manifest["status"]
     except (StageError, KeyError, TypeError) as error:
         stage = next((name for name in SCRIPTS if folder.name.startswith(name)), None)
@@ -85,7 +86,8 @@ def _entry(folder: Path, deadline: float) -> Entry | None:
         return Entry(folder.name, stage, "unreadable", old, error=f"manifest.json: {first}") if stage else None
     if stage not in SCRIPTS:
         return None
-    state = ("running" if owner else "died") if status == "running" else status
+    # A complete result that is being extended keeps its manifest until there is something new.
+    state = "running" if owner else "died" if status == "running" else status
     entry = Entry(folder.name, stage, state, old, owner=owner if state == "running" else "")
     entry.started_at, entry.ended_at = manifest.get("started_at") or "", manifest.get("ended_at") or ""
     entry.error = (manifest.get("error") or "").split("\n")[0]
