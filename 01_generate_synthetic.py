@@ -45,7 +45,7 @@ def run(options: GenerateOptions, stage: Stage) -> None:
     from eagle3.traces import trace_rows
     from eagle3.traces.prompts import PromptSource
     from eagle3.traces.sampling import Mix
-    from eagle3.traces.worklist import Plan
+    from eagle3.traces.worklist import Worklist
 
     section = options.generate
     check_choices(options)
@@ -68,21 +68,21 @@ def run(options: GenerateOptions, stage: Stage) -> None:
     )
     stage.manifest["prompts"] = counts.to_dict()
     ledger = trace_rows.Ledger(stage.directory)
-    plan = Plan(source, mix, ledger)
-    survey = look_over(stage, plan, ledger)
+    worklist = Worklist(source, mix, ledger)
+    survey = look_over(stage, worklist, ledger)
     if stage.finished(ledger.content, missing=survey.missing):
         return
     require_free_disk(stage.directory, survey.bytes, "the traces")
     logger.info("%d of %d prompts to ask", survey.missing, survey.expected)
-    figures = ask(options, stage, ledger, plan, survey) if survey.missing else survey.figures(ledger)
+    figures = ask(options, stage, ledger, worklist, survey) if survey.missing else survey.figures(ledger)
     conclude(options, stage, ledger, figures)
 
 
-def look_over(stage: Stage, plan: Any, ledger: Any) -> Any:
+def look_over(stage: Stage, worklist: Any, ledger: Any) -> Any:
     """Return the survey of what is missing, under the model's name that was asked before (if none was, all is)."""
     name = stage.options.generate.served_model_name or ledger.model
     refuse_other_model(stage, ledger.model, name)
-    return plan.survey(name, stage.check_stop)
+    return worklist.survey(name, stage.check_stop)
 
 
 # --- checks and estimates ---------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ def describe(options: GenerateOptions, stage: Stage, mix: Any) -> None:
 def survey_for(plan: Any, options: GenerateOptions, ledger: Any, mix: Any) -> Any:
     """Return the survey of the prompts; where they are not here either, of as many as the reference run had."""
     from eagle3.traces.prompts import PromptSource
-    from eagle3.traces.worklist import Plan, Survey
+    from eagle3.traces.worklist import Survey, Worklist
 
     section, stage = options.generate, plan.stage
     if plan.elsewhere and plan.known and not Path(section.prompts).exists() and not plan.named("--prompts"):
@@ -162,7 +162,7 @@ def survey_for(plan: Any, options: GenerateOptions, ledger: Any, mix: Any) -> An
         return Survey(expected=count, missing=count, tokens=count * section.max_tokens)
     source = PromptSource(section, options.common.limit)
     plan.say("prompts", source.scan(stage.check_stop).line())
-    return look_over(stage, Plan(source, mix, ledger), ledger)
+    return look_over(stage, Worklist(source, mix, ledger), ledger)
 
 
 def fingerprint_options(options: GenerateOptions, mix: Any) -> dict[str, Any]:
@@ -175,7 +175,7 @@ def fingerprint_options(options: GenerateOptions, mix: Any) -> dict[str, Any]:
 # --- asking -----------------------------------------------------------------------------------------------
 
 
-def ask(options: GenerateOptions, stage: Stage, ledger: Any, plan: Any, survey: Any) -> dict[str, Any]:
+def ask(options: GenerateOptions, stage: Stage, ledger: Any, worklist: Any, survey: Any) -> dict[str, Any]:
     """Ask for what is missing; return the figures of the manifest."""
     from eagle3.traces.chat import DEFAULT_THINK_TAGS, load_chat
     from eagle3.traces.endpoints import Pool
@@ -195,7 +195,7 @@ def ask(options: GenerateOptions, stage: Stage, ledger: Any, plan: Any, survey: 
         generator = Generator(section, ledger, pool=pool, chat=chat, limit=limit, progress=progress)
         ledger.open()
         try:
-            asyncio.run(generator.run(plan.work(served.name, survey), look))
+            asyncio.run(generator.run(worklist.work(served.name, survey), look))
         finally:
             progress.close()
             ledger.close()

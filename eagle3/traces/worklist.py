@@ -69,7 +69,7 @@ class Survey:
                 "failed": new["failures"], **ledger.counts}
 
 
-class Work:
+class ConversationWork:
     """A conversation with replies to ask for.
 
     Attributes:
@@ -102,7 +102,7 @@ class Work:
         self._generated[self._conversation.asked[turn]] = reply
 
 
-class Plan:
+class Worklist:
     """A source, the sampling of each of its conversations, and the ledger that says what is done."""
 
     def __init__(self, source: PromptSource, mix: Mix, ledger: Ledger) -> None:
@@ -142,14 +142,14 @@ class Plan:
             )
         return result
 
-    def work(self, model: str, survey: Survey) -> Iterator[Work]:
+    def work(self, model: str, survey: Survey) -> Iterator[ConversationWork]:
         """Yield the conversations of which a reply is missing, in the order of the source."""
         history = self._ledger.replies(survey.history)
         for conversation in self._source:
             setting = self._mix.choose(conversation.id)
             replies = self._replies(conversation, setting, model)
             if any(state == "missing" for _, _, state in replies):
-                yield Work(conversation, setting, replies, history)
+                yield ConversationWork(conversation, setting, replies, history)
 
     def _replies(self, conversation: Conversation, setting: Setting, model: str) -> list[tuple[str, str, str]]:
         """Return (id, key, state) of each reply. What an earlier reply says is no part of a key: it is generated."""
