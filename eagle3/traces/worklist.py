@@ -108,6 +108,16 @@ class Worklist:
     def __init__(self, source: PromptSource, mix: Mix, ledger: Ledger) -> None:
         self._source, self._mix, self._ledger = source, mix, ledger
 
+    def look_over(self, named: str | None, check_stop: Callable[[], None]) -> Survey:
+        """Return the survey under the model's name that is given, else the one asked before.
+
+        If none was, all is missing. Raises StaleError as `survey` does, and when the traces are of a model with
+        another name.
+        """
+        model = named or self._ledger.model
+        self._ledger.refuse_other_model(model)
+        return self.survey(model, check_stop)
+
     def survey(self, model: str, check_stop: Callable[[], None]) -> Survey:
         """Count what is done and what is missing when `model` is asked.
 
