@@ -163,7 +163,7 @@ def train_here(options: TrainOptions, stage: Stage, facts: verifier.Verifier, st
     model = (network.continue_from(Path(train.init_from), facts, layers) if train.init_from
              else network.build(facts, layers, d2t, t2d, shape, seed=train.seed)).to(processes.device)
     trainer = Trainer(model, store, train, processes)
-    loop = Loop(stage, facts, trainer, schedule, held_out)
+    loop = Loop(stage, facts, trainer, schedule, held_out, layers)
     packed = schedule.packed(0)
     logger.info(
         "%d training and %d held-out samples; %d steps of %d batches x %d tokens, packed to %.1f%%; %s trained "

@@ -39,7 +39,7 @@ def run(options: BenchmarkOptions, stage: Stage) -> None:
 
         look_ahead(options, stage, describe(options, stage))
         return
-    from eagle3.benchmark import measurements
+    from eagle3.benchmark import measurements, prediction
     from eagle3.benchmark.plan import make_plan, name_of
 
     plan = make_plan(options, stage)
@@ -51,7 +51,7 @@ def run(options: BenchmarkOptions, stage: Stage) -> None:
     first = options.benchmark.concurrency[0]  # acceptance at temperature 0 does not depend on it
     if plan.capture and plan.drafter:
         drafted = [run for run in runs if run["draft_tokens"] and run["concurrency"] == first]
-        measurements.predict(stage, options.model, plan.capture, plan.drafter, drafted, baseline=name_of(0, first))
+        prediction.predict_runs(stage, options.model, plan.capture, plan.drafter, drafted, baseline=name_of(0, first))
     results = {
         "schema_version": SCHEMA_VERSION,
         "model": {"path": str(plan.model), "identity": files.sha256_json(plan.inputs["model"])},

@@ -3,7 +3,6 @@
 import asyncio
 import statistics
 import time
-from collections.abc import Coroutine
 from typing import Any
 
 from eagle3.common.errors import FailureLimitError, PreconditionError
@@ -23,7 +22,7 @@ def warm_up(server: Server, prompts: list[Prompt], section: BenchmarkSection, st
     if prompts:
         progress = stage.progress("warm-up", len(prompts), "requests")
         tokens = min(_WARM_UP_TOKENS, section.max_tokens)
-        _run(_ask_all(server, prompts, section, tokens, len(prompts), stage, progress))
+        asyncio.run(_ask_all(server, prompts, section, tokens, len(prompts), stage, progress))
 
 
 def measure(
@@ -40,7 +39,7 @@ def measure(
     progress = stage.progress(name, len(prompts), "requests")
     before, cached_before = counters.read(server), _prefix_cache_hits(server)
     started = time.monotonic()
-    replies = _run(_ask_all(server, prompts, section, section.max_tokens, concurrency, stage, progress))
+    replies = asyncio.run(_ask_all(server, prompts, section, section.max_tokens, concurrency, stage, progress))
     seconds = time.monotonic() - started
     progress.close()
     time.sleep(_SETTLE_S)
@@ -89,15 +88,6 @@ def _summary(values: list[float]) -> dict[str, float]:
 def _prefix_cache_hits(server: Server) -> float:
     """Return vLLM's count of prompt tokens that it did not compute (0 where it is not told)."""
     return counters.read_total(server, "vllm:prefix_cache_hits_total") or 0.0
-
-
-def _run(work: Coroutine[Any, Any, Any]) -> Any:
-    """Run a coroutine with signals left to the stage (asyncio.run would take SIGINT for itself)."""
-    loop = asyncio.new_event_loop()
-    try:
-        return loop.run_until_complete(work)
-    finally:
-        loop.close()
 
 
 async def _ask_all(

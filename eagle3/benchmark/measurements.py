@@ -5,15 +5,12 @@ measurement counts as done when the first exists; it carries the fingerprint of 
 checksum of its replies.
 """
 
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from eagle3.common import files
-from eagle3.common.log import duration, logger
-from eagle3.common.options import EngineOptions, ModelOptions
-from eagle3.common.stage import Stage
+from eagle3.common.log import logger
 
 BASELINE = 0  # the "draft-token count" of the verifier alone
 
@@ -95,39 +92,6 @@ class Measured:
     ids: list[str]
     replies: list[tuple[list[int], list[int]]]
     parted: dict[int, tuple[int, int]] = field(default_factory=dict)
-
-
-def predict(
-    stage: Stage,
-    model: ModelOptions,
-    engine: EngineOptions,
-    drafter: Path,
-    runs: list[dict[str, Any]],
-    *,
-    baseline: str,
-) -> None:
-    """Set `predicted` and `difference` of runs with a drafter: the acceptance walked offline on their very replies.
-
-    Where a greedy reply parts from the verifier's own, which the run named `baseline` has, `lossless.margins` says how
-    close the two tokens were. What an earlier run predicted for these replies is kept.
-    """
-    directory = stage.directory
-    missing = {run["name"]: run for run in runs if not prediction(directory, run)}
-    measured = {name: measured_replies(directory, run, baseline) for name, run in missing.items()}
-    measured = {name: group for name, group in measured.items() if group.replies}
-    if measured:
-        from eagle3.benchmark.prediction import predict_measurements
-
-        stage.check_stop()
-        logger.info("predicting the acceptance of %s", ", ".join(measured))
-        started = time.monotonic()
-        found = predict_measurements(stage, model, engine, drafter, measured)
-        for name, (walk, margins) in found.items():
-            store_prediction(directory, missing[name], walk.to_dict(), margins)
-        logger.info("predicted after %s", duration(time.monotonic() - started))
-    for run in runs:
-        if not use_prediction(directory, run):
-            logger.warning("%s: no token ids, or only replies of one token: nothing to predict", run["name"])
 
 
 def measured_replies(directory: Path, run: dict[str, Any], baseline: str) -> Measured:

@@ -45,7 +45,7 @@ def auxiliary_ids(run: Run) -> Evidence:
     """auxiliary layer ids"""
     trained, captured, asked = run.served.trained_ids, run.log.captured, run.option("model", "layers")
     if trained is None:
-        yield Item(REMAINS, "no manifest of stage 02 or 04 says which layers were trained",
+        yield Item(REMAINS, "neither the checkpoint nor a manifest says which layers were trained",
                    "compare config.json with the training's --layers")
         return
     if captured and captured != trained:

@@ -70,19 +70,15 @@ def read(subject: Subject, folder: Path) -> Export:
 
 
 def training_of(folder: Path) -> dict[str, Any]:
-    """Return what stage 05's manifest says of an export, or stage 04's of a checkpoint: trained ids and the like."""
+    """Return what stage 05's manifest says of an export, or a checkpoint says of itself: trained ids and the like."""
     path = folder.resolve().parent / "manifest.json"
     manifest = files.read_json(path) if path.is_file() else {}
-    checkpoint, keeps = folder, False
-    if manifest.get("stage") == "05_export":
-        section = (manifest.get("options") or {}).get("export") or {}
-        keeps = bool(section.get("trained_embedding"))
-        if "trained" in manifest:
-            ids, here = manifest["trained"]["ids"], manifest["trained"]["here"]
-            return {"trained_ids": ids, "trained_here": here, "keeps_embedding": keeps}
-        checkpoint = Path(section.get("checkpoint") or path.parent.parent / "04_train" / "checkpoints" / "best")
-    ids, here = training_record(checkpoint)
-    return {"trained_ids": ids, "trained_here": here, "keeps_embedding": keeps}
+    if manifest.get("stage") == "05_export" and "trained" in manifest:
+        keeps = bool(((manifest.get("options") or {}).get("export") or {}).get("trained_embedding"))
+        trained = manifest["trained"]
+        return {"trained_ids": trained["ids"], "trained_here": trained["here"], "keeps_embedding": keeps}
+    ids, here = training_record(folder)
+    return {"trained_ids": ids, "trained_here": here, "keeps_embedding": False}
 
 
 def findings(export: Export) -> list[Finding]:

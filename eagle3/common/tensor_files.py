@@ -7,7 +7,7 @@ Only the standard library is needed for it.
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -89,16 +89,45 @@ def read_header(path: Path) -> dict[str, Entry]:
     try:
         size = path.stat().st_size
         with open(path, "rb") as file:
-            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-            if not 2 <= length <= min(_LARGEST_HEADER, size - _LENGTH_BYTES):
-                raise ValueError(f"a header of {length:,} bytes in a file of {size:,}")
-            header = json.loads(file.read(length))
-        return _entries(path, header, _LENGTH_BYTES + length, size)
+            length = file.read(_LENGTH_BYTES)
+            header, data = parse_header(length + file.read(_header_bytes(length, size)), size)
+        return _entries(path, header, data, size)
     except FileNotFoundError:
         raise PreconditionError("a file of weights is missing", where=path) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise PreconditionError("not a whole safetensors file", where=path, found=error,
                                 fix="copy it again; it may have been cut off") from None
+
+
+def parse_header(buffer: Any, size: int | None = None) -> tuple[dict[str, Any], int]:
+    """Return (the JSON header, where the data begins) of a safetensors file in memory, whole or its beginning.
+
+    Args:
+        buffer: bytes-like. size: of the file, if the buffer is only its beginning.
+    Raises ValueError when it does not begin with such a header.
+    """
+    length = _header_bytes(bytes(buffer[:_LENGTH_BYTES]), len(buffer) if size is None else size)
+    header = json.loads(bytes(buffer[_LENGTH_BYTES : _LENGTH_BYTES + length]))
+    return header, _LENGTH_BYTES + length
+
+
+def _header_bytes(length: bytes, size: int) -> int:
+    count = int.from_bytes(length, "little")
+    if not 2 <= count <= min(_LARGEST_HEADER, size - _LENGTH_BYTES):
+        raise ValueError(f"a header of {count:,} bytes in a file of {size:,}")
+    return count
+
+
+def make_header(tensors: Mapping[str, tuple[str, Sequence[int], int]], metadata: dict[str, str] | None = None) -> bytes:
+    """Return the beginning of a file that holds {name: (type as the format names it, shape, bytes)} in this order."""
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    end = 0
+    for name, (dtype, shape, size) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
 def _entries(path: Path, header: dict[str, Any], data: int, size: int) -> dict[str, Entry]:
@@ -138,16 +167,9 @@ def write(path: Path, tensors: dict[str, Entry]) -> None:
     order stays, and what lies together is copied at once. Callers make it atomic (`files.replacing`).
     """
     order = sorted(tensors, key=lambda name: -tensors[name].item_size)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name in order:
-        entry = tensors[name]
-        header[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [end, end + entry.size]}
-        end += entry.size
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
+    header = {name: (tensors[name].dtype, tensors[name].shape, tensors[name].size) for name in order}
     with open(path, "wb", buffering=0) as target:
-        target.write(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
+        target.write(make_header(header, {"format": "pt"}))
         for file, start, size in _runs([tensors[name] for name in order]):
             with open(file, "rb", buffering=0) as source:
                 _copy(source, start, size, target)

@@ -7,15 +7,13 @@ SGLang up to 0.5.11 skips them silently. What can go wrong is checked in `eagle3
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from eagle3.common import files, tensor_files
 from eagle3.common.errors import PreconditionError
+from eagle3.common.tensor_files import Entry
 from eagle3.drafter.flat_config import IDS, engine_config, flat_config, ids_of
-
-if TYPE_CHECKING:
-    from eagle3.common.tensor_files import Entry
-    from eagle3.drafter.verifier import Verifier
+from eagle3.drafter.verifier import Verifier, weight_map
 
 # Parameters of Eagle3DraftModel that are the verifier's and never trained or shipped.
 FROZEN = ("embed_tokens.", "verifier_norm.", "verifier_lm_head.")
@@ -47,6 +45,7 @@ _LAYER_KEYS = (
 )
 MAPPING = ("d2t", "t2d")
 EMBEDDING = "embed_tokens.weight"
+TRAINING = "trainer.json"  # what stage 04 writes beside the weights: counters, figures, the layers of the states
 REQUIRED = ("fc.weight", "norm.weight", "lm_head.weight", *(f"layers.0.{key}" for key in _LAYER_KEYS))
 
 
@@ -59,15 +58,15 @@ class Export:
         engine: vllm, sglang or speculators. version: of the engine; None means the newest.
         serving_length: tokens that the drafter's positions have to cover.
         given_ids: auxiliary ids that the user named, in the project's convention; empty if none.
-        trained_ids: those that the manifests of training record; None without them.
+        trained_ids: those that the checkpoint's training recorded; None without a record.
         trained_here: whether stage 04 made the checkpoint.
         keeps_embedding: the user says that the checkpoint's own embedding was trained.
     """
 
     folder: Path
     raw: dict[str, Any]
-    tensors: "dict[str, Entry]"
-    verifier: "Verifier"
+    tensors: dict[str, Entry]
+    verifier: Verifier
     engine: str
     version: str | None
     serving_length: int
@@ -82,7 +81,7 @@ class Export:
         return flat_config(self.raw, self.canonical)
 
     @property
-    def canonical(self) -> "dict[str, Entry]":
+    def canonical(self) -> dict[str, Entry]:
         """The tensors by canonical name."""
         return {canonical_key(name): entry for name, entry in self.tensors.items()}
 
@@ -119,7 +118,7 @@ class Export:
         return engine_names(self.tensors.keys() - set(self.removed), self.engine)
 
     @property
-    def shipped(self) -> "dict[str, Entry]":
+    def shipped(self) -> dict[str, Entry]:
         """What is written, by the engine's names.
 
         speculators leaves an embedding that the checkpoint lacks as whatever the memory holds, so it gets the
@@ -189,11 +188,9 @@ def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     }
 
 
-def embedding_of(folder: Path) -> "Entry":
+def embedding_of(folder: Path) -> Entry:
     """Return where a verifier's embedding lies, from one shard's header; PreconditionError when it is not there."""
-    index = folder / tensor_files.INDEX
-    names = (tensor_files.weight_map(folder) if index.exists()
-             else dict.fromkeys(tensor_files.read(folder), tensor_files.SINGLE))
+    names = weight_map(folder)
     found = [name for name in names if f".{name}".endswith(f".model.{EMBEDDING}")]
     if not found:
         raise PreconditionError("the verifier has no embedding", where=folder, expected=f"model.{EMBEDDING}")
@@ -202,15 +199,12 @@ def embedding_of(folder: Path) -> "Entry":
 
 
 def training_record(checkpoint: Path) -> tuple[list[int] | None, bool]:
-    """Return (auxiliary ids that training captured, whether stage 04 made this checkpoint) from its manifests."""
-    trained = checkpoint.resolve().parent.parent
-    if not (trained / "manifest.json").is_file():
+    """Return (auxiliary ids of the states that a checkpoint was trained on, whether stage 04 made it).
+
+    Stage 04 writes both into the checkpoint itself, since config.json is what may have been changed.
+    """
+    counters = checkpoint / TRAINING
+    if not counters.is_file():
         return None, False
-    manifest = files.read_json(trained / "manifest.json")
-    if manifest.get("stage") != "04_train":
-        return None, False
-    states = (manifest.get("options", {}).get("train") or {}).get("states") or trained.parent / "02_states"
-    captured = Path(states) / "manifest.json"
-    layers = files.read_json(captured).get("layers") if captured.is_file() else None
-    layers = layers or (manifest.get("options", {}).get("model") or {}).get("layers")
+    layers = files.read_json(counters).get("layers")
     return (list(layers)[:-1] if layers else None), True

@@ -99,21 +99,17 @@ def read(folder: Path) -> Verifier:
 
 def weight_map(folder: Path) -> dict[str, str]:
     """Return {tensor name: shard file name} from the index, or from the header of a single file."""
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        return files.read_json(index)["weight_map"]
-    single = folder / "model.safetensors"
+    if (folder / tensor_files.INDEX).exists():
+        return tensor_files.weight_map(folder)
+    single = folder / tensor_files.SINGLE
     if not single.exists():
         raise PreconditionError(
             "the model has no safetensors weights",
             where=folder,
-            expected="model.safetensors or model.safetensors.index.json",
+            expected=f"{tensor_files.SINGLE} or {tensor_files.INDEX}",
             fix="give a complete model folder with --model (only safetensors are loaded)",
         )
-    from safetensors import safe_open
-
-    with safe_open(single, framework="pt") as file:
-        return dict.fromkeys(file.keys(), single.name)
+    return dict.fromkeys(tensor_files.read_header(single), single.name)
 
 
 def without_weights(folder: Path) -> bool:

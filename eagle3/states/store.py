@@ -12,7 +12,6 @@ one scale a token becomes one for each token and slot, so that a layer far small
 import contextlib
 import functools
 import hashlib
-import json
 import os
 import shutil
 from collections.abc import Iterable
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle3.common import files
+from eagle3.common import files, tensor_files
 from eagle3.common.errors import PreconditionError
 
 if TYPE_CHECKING:
@@ -116,8 +115,7 @@ class Stored:
 
         types = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F8_E4M3": torch.float8_e4m3fn,
                  "I64": torch.int64}
-        start = 8 + int.from_bytes(data[:8].numpy().tobytes(), "little")
-        header = json.loads(data[8:start].numpy().tobytes())
+        header, start = tensor_files.parse_header(data.numpy())
 
         def view(name: str) -> "torch.Tensor":
             begin, end = header[name]["data_offsets"]

@@ -3,7 +3,7 @@
   python -m eagle3.datareport runs/kimi/01_traces --closing-id 163607
   python -m eagle3.datareport runs/kimi/01_traces --render      (page and plots again, from data_report.json alone)
 
-Reads trace_rows.jsonl, skipped.jsonl and failures.jsonl as streams and writes data_report.json, data_report.html,
+Reads traces.jsonl, skipped.jsonl and failures.jsonl as streams and writes data_report.json, data_report.html,
 data_lengths.png and data_outcomes.png beside them. About 60 bytes a trace are held in memory, never a text.
 """
 

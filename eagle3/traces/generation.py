@@ -153,8 +153,8 @@ class Generator:
         if room > 0:
             logger.debug("reply clamped from %d to %d tokens: prompt of %d, limit %d",
                          wanted, room, len(prompt_ids), self.limit)
-            self._say(f"replies to long prompts are clamped: prompt of {len(prompt_ids)} + {wanted} asked > "
-                      f"{self.limit}, so {room} (once shown; the others are in each trace's sampling)")
+            self._say_once("clamped", f"replies to long prompts are clamped: prompt of {len(prompt_ids)} + {wanted} "
+                           f"asked > {self.limit}, so {room} (once shown; the others are in each trace's sampling)")
         return room
 
     def _trace(self, request: Request, reply: Reply, prompt_ids: list[int] | None, max_tokens: int) -> dict[str, Any]:
@@ -192,9 +192,9 @@ class Generator:
     def _compare(self, ours: list[int] | None, servers: list[int]) -> None:
         """Warn once when the server renders prompts unlike the model folder's template."""
         if ours is not None and ours != servers and self.chat is not None:
-            self._say("the server renders prompts unlike the template of --model (its ids are used). Another model "
-                      f"or template? Server: …{self.chat.decode(servers)[-80:]!r}, "
-                      f"folder: …{self.chat.decode(ours)[-80:]!r}")
+            self._say_once("template", "the server renders prompts unlike the template of --model (its ids are used). "
+                           f"Another model or template? Server: …{self.chat.decode(servers)[-80:]!r}, "
+                           f"folder: …{self.chat.decode(ours)[-80:]!r}")
 
     # --- what becomes of a prompt ---
 
@@ -262,10 +262,10 @@ class Generator:
             if None in batch:
                 return
 
-    def _say(self, message: str) -> None:
+    def _say_once(self, kind: str, message: str) -> None:
         """Warn once about each kind of thing."""
-        if message[:30] not in self._said:
-            self._said.add(message[:30])
+        if kind not in self._said:
+            self._said.add(kind)
             logger.warning("%s", message)
 
 

@@ -7,7 +7,6 @@ damage since then is found by its checksums.
 """
 
 import contextlib
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -18,13 +17,14 @@ import torch
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from eagle3.common import files
+from eagle3.common import files, tensor_files
 from eagle3.common.errors import PreconditionError
 from eagle3.common.log import logger
 from eagle3.drafter import network as drafters
+from eagle3.drafter.checkpoint import TRAINING
 from eagle3.drafter.verifier import Verifier
 
-STATE, COUNTERS, CHECKSUMS = "trainer_state.safetensors", "trainer.json", "checksums.json"
+STATE, COUNTERS, CHECKSUMS = "trainer_state.safetensors", TRAINING, "checksums.json"
 # In the order in which the safetensors library lays tensors out.
 _TYPES = {torch.int64: "I64", torch.float32: "F32", torch.bfloat16: "BF16", torch.bool: "BOOL"}
 Part = tuple[str, torch.Tensor, Callable[[], torch.Tensor]]  # name, a tensor of that shape and type, how it is made
@@ -118,15 +118,9 @@ def _part(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> Part:
 
 def _write(path: Path, parts: list[Part], metadata: dict[str, str]) -> None:
     """Write a safetensors file, byte for byte the library's own, with one tensor in memory at a time."""
-    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
-    end = 0
-    for name, like, _ in parts:
-        header[name] = {"dtype": _TYPES[like.dtype], "shape": list(like.shape),
-                        "data_offsets": [end, end := end + like.nbytes]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    header = {name: (_TYPES[like.dtype], like.shape, like.nbytes) for name, like, _ in parts}
     with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(tensor_files.make_header(header, metadata))
         for _, _, make in parts:
             file.write(make().reshape(-1).view(torch.uint8).numpy().data)
 

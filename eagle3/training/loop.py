@@ -22,13 +22,15 @@ class Loop:
     """One training run in one process of the group; the first process alone writes."""
 
     def __init__(self, stage: Stage, facts: verifier.Verifier, trainer: Trainer, schedule: Schedule,
-                 held_out: list[TrainingSample]) -> None:
+                 held_out: list[TrainingSample], layers: list[int]) -> None:
+        """Take what is trained on what; `layers` are those of the states, which each checkpoint records."""
         self.stage, self.facts, self.trainer, self.schedule, self.held_out = stage, facts, trainer, schedule, held_out
         self.options = trainer.options
         self.root = stage.directory / "checkpoints"
         self.first = trainer.processes.rank == 0
         self.counters: dict[str, Any] = {"step": 0, "epoch": 0, "epoch_end": False, "best": None,
-                                         "validation": None, "total_steps": schedule.total_steps}
+                                         "validation": None, "total_steps": schedule.total_steps, "layers": layers}
+        self.layers = layers
         self.rows: list[dict[str, Any]] = []
         self.metrics = stage.directory / "metrics.jsonl"
 
@@ -53,6 +55,7 @@ class Loop:
         newest = self.trainer.processes.from_first(newest)  # reading every checksum once is enough
         if newest is not None:
             self.counters = checkpoints.load(newest, self.trainer.model, self.trainer.optimizer)
+            self.counters["layers"] = self.layers  # a checkpoint of an older version does not say
             logger.info("resuming at step %d of %d from %s", self.counters["step"], self.schedule.total_steps, newest)
         if self.first:
             rows = files.read_jsonl(self.metrics) if newest else ()

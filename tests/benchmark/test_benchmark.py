@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-import types
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from support.fake_engine import install
 
-from eagle3.benchmark import measurements, plan, report
+from eagle3.benchmark import measurements, plan, prediction, report
 from eagle3.common import files
 from eagle3.common.options import BenchmarkOptions, EngineOptions
 from eagle3.engines import launch
@@ -214,9 +213,7 @@ def test_predictions_are_made_on_the_measured_replies_at_once_and_kept(tmp_path,
         calls.append((drafter, measured))
         return {name: (Acceptance(7, [5, 4]), {"b": {"margin": 0.1, "within_noise": True}}) for name in measured}
 
-    fake = types.ModuleType("eagle3.benchmark.prediction")
-    fake.predict_measurements = predict_measurements
-    monkeypatch.setitem(sys.modules, "eagle3.benchmark.prediction", fake)
+    monkeypatch.setattr(prediction, "predict_measurements", predict_measurements)
 
     def write(name, *completions):
         replies = [{"id": key, "text": "", "prompt_token_ids": [1], "completion_token_ids": ids}
@@ -233,7 +230,7 @@ def test_predictions_are_made_on_the_measured_replies_at_once_and_kept(tmp_path,
                  "concurrency": 1, "acceptance": {"length": 2.0}, "lossless": {"first_difference": parted}} | changes
                 for count, parted in ((2, {"b": 1}), (4, {}))]
         options = BenchmarkOptions()
-        measurements.predict(stage, options.model, options.engine, Path("d"), runs, baseline="baseline_c1")
+        prediction.predict_runs(stage, options.model, options.engine, Path("d"), runs, baseline="baseline_c1")
         return runs
 
     runs = predicted()
@@ -266,7 +263,6 @@ def test_states_for_the_prediction_come_from_a_vllm():
 def test_a_margin_is_noise_when_rounding_could_have_turned_it(tiny_model):
     import torch
 
-    from eagle3.benchmark import prediction
     from eagle3.drafter import verifier
 
     facts = verifier.read(tiny_model)

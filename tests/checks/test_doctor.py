@@ -389,7 +389,7 @@ def test_a_foreign_drafter_is_of_unknown_provenance(drafter, tiny_model):
     assert "05_fix_weight_keys.py --smoke" in line.fix
 
 
-def test_trained_ids_come_from_the_exports_manifest_else_from_the_run(drafter):
+def test_trained_ids_come_from_the_exports_manifest_else_from_the_checkpoint_itself(drafter):
     def write(folder, content):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "manifest.json").write_text(json.dumps(content))
@@ -399,14 +399,15 @@ def test_trained_ids_come_from_the_exports_manifest_else_from_the_run(drafter):
         return found["trained_ids"], found["trained_here"], found["keeps_embedding"]
 
     assert training() == ([2, 4, 5], True, False)
-    write(drafter.parent, {"stage": "05_export", "options": {"export": {"trained_embedding": True}}})
-    assert training() == (None, False, True)
-    write(drafter.parent.parent / "04_train", {"stage": "04_train"})
-    write(drafter.parent.parent / "02_states", {"layers": [1, 2, 3, 7]})
-    (drafter.parent.parent / "04_train/checkpoints/best").mkdir(parents=True)
+    write(drafter.parent, {"stage": "05_export", "options": {"export": {"trained_embedding": True}},
+                           "trained": {"ids": [1, 2, 3], "here": True}})
     assert training() == ([1, 2, 3], True, True)
     write(drafter.parent, {"stage": "another"})
     assert training() == (None, False, False)
+    (drafter / "trainer.json").write_text(json.dumps({"step": 1}))  # of an older version
+    assert training() == (None, True, False)
+    (drafter / "trainer.json").write_text(json.dumps({"step": 1, "layers": [1, 2, 4, 7]}))
+    assert training() == ([1, 2, 4], True, False)
 
 
 def test_an_older_compile_cache_is_a_warning_where_the_engine_does_not_see_ids(drafter, tiny_model, tmp_path):

@@ -63,7 +63,7 @@ def finished(tiny_model, tmp_path_factory):
     save_file(checkpoints.served_tensors(model), step / tensor_files.SINGLE, metadata={"format": "pt"})
     files.write_json(step / "config.json", network.served_config(model, facts))
     promised = {"length": 1 + sum(GOOD), "by_position": GOOD, "rounds": 2000}
-    files.write_json(step / "trainer.json", {"step": 1, "validation": {"acceptance": promised}})
+    files.write_json(step / "trainer.json", {"step": 1, "layers": LAYERS, "validation": {"acceptance": promised}})
     (step / "checksums.json").write_text("{}")
     (step.parent / "best").symlink_to("step_1")
     files.write_json(run / "04_train" / "manifest.json",
@@ -213,7 +213,7 @@ def test_what_remains_is_named_with_the_open_side_first(run):
 
 def without_ids(run):
     """Leave the choice of layers to the engine, and train on others than it takes by itself."""
-    edit(run / "02_states" / "manifest.json", lambda manifest: manifest.update(layers=[2, 4, 6, 7]))
+    edit(run / "04_train/checkpoints/step_1/trainer.json", lambda training: training.update(layers=[2, 4, 6, 7]))
     recorded(run, "model", layers=[2, 4, 6, 7])
     config(run, **{IDS: None, "eagle_config": None})
     says(run)

@@ -54,8 +54,7 @@ def trained(facts, tmp_path_factory):
     files.write_json(step / "config.json", network.served_config(model, facts))
     (step / "checksums.json").write_text("{}")
     (step.parent / "best").symlink_to("step_1")
-    files.write_json(run_dir / "04_train" / "manifest.json", {"stage": "04_train", "options": {"train": {}}})
-    files.write_json(run_dir / "02_states" / "manifest.json", {"layers": LAYERS})
+    files.write_json(step / "trainer.json", {"step": 1, "layers": LAYERS})
     return run_dir
 
 

@@ -263,7 +263,7 @@ def loop(prepared, tiny_model, tmp_path):
         stage = SimpleNamespace(directory=tmp_path, signal=None, check_stop=check_stop)
         model = network.build(facts, [2, 4, 5, 7], *mapping, network.layer_shape(facts))
         trainer = Trainer(model, store, options, Processes(0, 1, torch.device("cpu")))
-        made = Loop(stage, facts, trainer, Schedule(samples, options, 1), samples[:4])
+        made = Loop(stage, facts, trainer, Schedule(samples, options, 1), samples[:4], [2, 4, 5, 7])
         made.saved_at = time.monotonic()
         made.resume()
         return made

@@ -82,6 +82,14 @@ def test_what_all_share_needs_the_standard_library_and_yaml_alone(path):
         assert allowed or folder_of(module) == "common", f"{path.stem} imports {module}"
 
 
+def test_no_two_modules_import_each_other():
+    graph = {name: {module for module, _ in imports(path) if module in MODULES} for name, path in MODULES.items()}
+    while leaves := [name for name, needed in graph.items() if not needed & graph.keys()]:
+        for name in leaves:
+            del graph[name]
+    assert not graph, f"in a circle or above one: {sorted(graph)}"
+
+
 @pytest.mark.parametrize("path", [*MODULES.values(), *SCRIPTS.values()], ids=lambda path: path.stem)
 def test_engines_are_imported_only_where_they_live_and_only_in_functions(path):
     for module, inside in imports(path):
