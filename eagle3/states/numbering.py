@@ -32,6 +32,12 @@ class Numbered:
     retired: list[dict[str, Any]] = field(default_factory=list)
     revived: list[dict[str, Any]] = field(default_factory=list)
 
+    def changes(self) -> dict[int, dict[str, Any]]:
+        """Return the index entries that are to be other than they are, by number."""
+        entries = [entry | {"retired": True} for entry in self.retired]
+        entries += [{name: value for name, value in entry.items() if name != "retired"} for entry in self.revived]
+        return {entry["i"]: entry for entry in entries}
+
 
 def number_traces(
     rows: list[tuple[str, str, list[int], list[int]]], index: dict[int, dict[str, Any]], where: Path, *,

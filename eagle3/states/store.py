@@ -169,11 +169,6 @@ class StateStore:
         with files.Appender(self.index_path) as appender:
             appender.append(entries)
 
-    def retire(self, gone: list[dict[str, Any]], back: list[dict[str, Any]]) -> None:
-        """Note which samples are of traces that are gone, and which of them are back; their files stay."""
-        self.append([entry | {"retired": True} for entry in gone]
-                    + [{name: value for name, value in entry.items() if name != "retired"} for entry in back])
-
     def finish(self, samples: list[Sample]) -> list[Path]:
         """Write the Arrow dataset and the sorted index; return the files that make the store's identity."""
         index = self.index()

@@ -1,6 +1,5 @@
 """Stage 06 with a fake engine: measuring, resuming, comparing, predicting."""
 
-import importlib.util
 import json
 import signal
 import subprocess
@@ -14,7 +13,7 @@ import pytest
 from support.fake_engine import install
 from support.pages import block_matplotlib
 
-from eagle3.benchmark import measurements, prediction
+from eagle3.benchmark import measurements, plan, prediction
 from eagle3.common import files
 from eagle3.common.options import BenchmarkOptions, EngineOptions
 from eagle3.engines import launch
@@ -56,13 +55,6 @@ def bench(tmp_path, monkeypatch):
         manifest=lambda: json.loads((out / "manifest.json").read_text()),
         requests=lambda: [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else [],
     )  # fmt: skip
-
-
-def script():
-    specification = importlib.util.spec_from_file_location("benchmark_script", ROOT / "06_benchmark.py")
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
 
 
 def test_measures_compares_and_reports(bench):
@@ -248,16 +240,16 @@ def test_predictions_are_made_on_the_measured_replies_at_once_and_kept(tmp_path,
 
 
 def test_states_for_the_prediction_come_from_a_vllm():
-    module, options = script(), BenchmarkOptions()
-    assert module.capture_engine(options) is options.engine
+    options = BenchmarkOptions()
+    assert plan.capture_engine(options) is options.engine
     options.benchmark.temperature = 0.7
-    assert module.capture_engine(options) is None
+    assert plan.capture_engine(options) is None
     options.benchmark.temperature = 0.0
     options.engine.kind, options.engine.args = "sglang", ["--attention-backend", "triton"]
-    found = module.capture_engine(options)  # this interpreter has it
+    found = plan.capture_engine(options)  # this interpreter has it
     assert (found.kind, found.args) == ("vllm", [])
     options.benchmark.capture_python = "/usr/bin/python3"
-    assert module.capture_engine(options) is None
+    assert plan.capture_engine(options) is None
 
 
 def test_a_margin_is_noise_when_rounding_could_have_turned_it(tiny_model):

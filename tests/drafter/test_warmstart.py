@@ -16,6 +16,7 @@ from eagle3.drafter import checkpoint, flat_config, network, verifier, vocab
 from eagle3.states.store import StateStore, load_dataset
 from eagle3.training import batches, checkpoints
 from eagle3.training import trainer as training
+from eagle3.training.schedule import Schedule
 
 AUX = [2, 4, 5, 7]
 # A layer that is not the verifier's: heads, sizes, eps, positions, and RoPE with scaling.
@@ -32,9 +33,9 @@ def trained(prepared, facts, d2t, t2d, epochs):
     model = network.build(facts, AUX, d2t, t2d, network.layer_shape(facts) | SHAPE)
     options = TrainSection(batch_tokens=400, epochs=epochs)
     trainer = training.Trainer(model, store, options, training.Processes(0, 1, torch.device("cpu")))
-    plan = training.Plan(samples, options, 1)
+    schedule = Schedule(samples, options, 1)
     for epoch in range(epochs):
-        for members in plan.steps(epoch):
+        for members in schedule.steps(epoch):
             loaded = [trainer.load_batch(batch) for batch in members]
             trainer.step(loaded, loaded[0].supervised, 5e-3)
     return model

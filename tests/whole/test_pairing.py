@@ -73,8 +73,9 @@ def test_a_trace_that_is_back_is_not_captured_again(run, tiny_model):
 
 
 @pytest.mark.parametrize(("name", "damage"), [
-    ("01_traces/traces.jsonl", "half"), ("02_states/index.jsonl", "half"), ("03_vocab/vocab_mapping.safetensors", "bit"),
-    ("02_states/data-00000-of-00001.arrow", "bit"), ("02_states/manifest.json", "layers"),
+    ("01_traces/traces.jsonl", "half"), ("02_states/index.jsonl", "half"),
+    ("03_vocab/vocab_mapping.safetensors", "bit"), ("02_states/data-00000-of-00001.arrow", "bit"),
+    ("02_states/manifest.json", "layers"),
 ])  # fmt: skip
 def test_what_the_writer_recorded_is_proved_by_the_reader(run, tiny_model, name, damage):
     path = run / name
