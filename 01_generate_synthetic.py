@@ -28,9 +28,10 @@ from typing import TYPE_CHECKING, Any
 from eagle3.common import config, files
 from eagle3.common.errors import UsageError
 from eagle3.common.log import logger
+from eagle3.common.machine import require_free_disk
 from eagle3.common.options import GenerateOptions
 from eagle3.common.script import main
-from eagle3.common.stage import Stage, require_free_disk
+from eagle3.common.stage import Stage
 
 if TYPE_CHECKING:
     from eagle3.traces.sampling import Mix

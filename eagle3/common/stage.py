@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import shlex
-import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -322,22 +321,6 @@ class Stage:
             configuration = ["--config", self.common.config] if self.common.config else []
             words = ["python", self._next, *configuration, "--run-dir", str(self.run_dir)]
             logger.info("next: %s", shlex.join(words))
-
-
-def require_free_disk(directory: Path, needed: int, what: str) -> None:
-    """Raise PreconditionError when the file system of `directory` has less than `needed` bytes free."""
-    existing = directory
-    while not existing.exists():
-        existing = existing.parent
-    free = shutil.disk_usage(existing).free
-    if needed > free:
-        raise PreconditionError(
-            f"the disk is too small for {what}",
-            where=directory,
-            expected=f"{log.size(needed)} free",
-            found=f"{log.size(free)} free",
-            fix="name another disk with --out, or take fewer inputs with --limit",
-        )
 
 
 def _now() -> str:

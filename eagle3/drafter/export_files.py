@@ -8,7 +8,7 @@ from pathlib import Path
 from eagle3.common import files, log, tensor_files
 from eagle3.common.errors import PreconditionError
 from eagle3.common.log import logger
-from eagle3.common.stage import require_free_disk
+from eagle3.common.machine import require_free_disk
 from eagle3.drafter.checkpoint import Export
 
 CONFIG = "config.json"

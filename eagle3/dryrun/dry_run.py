@@ -14,8 +14,9 @@ from typing import Any
 from eagle3.common import config, files, machine, tensor_files
 from eagle3.common.errors import PreconditionError, StaleError
 from eagle3.common.log import duration, logger, size
+from eagle3.common.machine import require_free_disk
 from eagle3.common.options import EngineOptions
-from eagle3.common.stage import Stage, require_free_disk
+from eagle3.common.stage import Stage
 from eagle3.drafter import verifier
 from eagle3.drafter.checkpoint import canonical_key
 from eagle3.drafter.flat_config import flat_config

@@ -4,8 +4,9 @@ from pathlib import Path
 
 from eagle3.common import config, log
 from eagle3.common.log import logger
+from eagle3.common.machine import require_free_disk
 from eagle3.common.options import ExportOptions
-from eagle3.common.stage import Stage, require_free_disk
+from eagle3.common.stage import Stage
 from eagle3.drafter import verifier
 from eagle3.drafter.checkpoint import Export, engine_key
 from eagle3.drafter.flat_config import nested_ids
