@@ -72,7 +72,7 @@ def run(options: GenerateOptions, stage: Stage) -> None:
         holds=lambda: trace_rows.lie_in(stage.directory),
     )
     stage.manifest["prompts"] = counts.to_dict()
-    ledger = trace_rows.Ledger(stage.directory)
+    ledger = trace_rows.Ledger(stage.directory, ask_again=section.ask_again)
     worklist = Worklist(source, mix, ledger)
     survey = worklist.look_over(section.served_model_name, stage.check_stop)
     if stage.finished(ledger.content, missing=survey.missing):
@@ -145,9 +145,8 @@ def ask(options: GenerateOptions, stage: Stage, ledger: "Ledger", worklist: "Wor
             progress.close()
             ledger.close()
             stage.manifest["counts"] = survey.figures(ledger, generator.came_of_it)
-            stage.manifest["token_check"] = generator.token_check.figures
-            stage.manifest["tagged"] = generator.came_of_it["tagged"]
-            generator.token_check.report()
+            stage.manifest.update(generator.maker.figures(), tagged=generator.came_of_it["tagged"])
+            generator.maker.report()
     stage.manifest["closing_id"] = chat.closing_id if chat else None
     return stage.manifest["counts"]
 

@@ -3,6 +3,8 @@
 import asyncio
 import statistics
 import time
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 from eagle3.common.errors import FailureLimitError, PreconditionError
@@ -10,10 +12,16 @@ from eagle3.common.log import Progress, logger
 from eagle3.common.options import BenchmarkSection
 from eagle3.common.stage import Stage
 from eagle3.engines import counters
-from eagle3.engines.servers import Server, api_key
+from eagle3.engines.servers import Server, sampling_defaults
+from eagle3.traces.chat import vocabulary_size
+from eagle3.traces.client import RequestFailed, Wire
 from eagle3.traces.prompts import Prompt
+from eagle3.traces.replies import BadReply, Reply, reason_to_fail
 
 _WARM_UP_TOKENS = 32
+_NEUTRAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
+            "frequency_penalty": 0.0}  # each switched off
+_TOKEN_FIELDS = ("prompt_token_ids", "completion_token_ids")
 _SETTLE_S = 0.3  # an engine may answer just before it counts the last round
 
 
@@ -32,18 +40,22 @@ def measure(
 
     Figures: seconds, output_tokens, tokens_per_s, latency_s and s_per_token (mean, median, p95 over
     requests; the time per token is a request's whole time over its tokens, prompt included), acceptance
-    (None where the engine does not count it). A reply has id, text and token ids (empty if not returned).
+    (None where the engine does not count it), sampling (what was sent, and what the server falls back on where
+    it says). A reply has id, text and token ids (empty if not returned).
 
     Raises FailureLimitError when a request fails, since what is left would measure another load.
+    PreconditionError: the server's token ids or counts cannot be the verifier's.
     """
     progress = stage.progress(name, len(prompts), "requests")
     before, cached_before = counters.read(server), _prefix_cache_hits(server)
     started = time.monotonic()
-    replies = asyncio.run(_ask_all(server, prompts, section, section.max_tokens, concurrency, stage, progress))
+    replies, sent = asyncio.run(_ask_all(server, prompts, section, section.max_tokens, concurrency, stage, progress))
     seconds = time.monotonic() - started
     progress.close()
     time.sleep(_SETTLE_S)
     server.require_alive()
+    _say_other_models(replies, server)
+    _refuse_strange_ids(replies, server, stage.options.model.path)
     if server.kind == "sglang":
         counted = counters.from_meta_info(reply["meta_info"] for reply in replies)
     else:
@@ -63,6 +75,7 @@ def measure(
         "latency_s": _summary([reply["seconds"] for reply in replies]),
         "s_per_token": _summary([reply["seconds"] / max(1, reply["tokens"]) for reply in replies]),
         "acceptance": _acceptance(counted),
+        "sampling": {"sent": sent, "server_defaults": sampling_defaults(server)},
     }
     kept = ("id", "text", "prompt_token_ids", "completion_token_ids", "finish_reason")
     return figures, [{field: reply[field] for field in kept} for reply in replies]
@@ -98,33 +111,36 @@ async def _ask_all(
     concurrency: int,
     stage: Stage,
     progress: Progress,
-) -> list[dict[str, Any]]:
-    """Ask with `concurrency` workers, giving up within a second when the stage or the server stops."""
-    import openai
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Ask with `concurrency` workers, giving up within a second when the stage or the server stops.
 
+    Returns (replies in the order of the prompts, the sampling settings that were sent).
+    """
     replies: list[Any] = [None] * len(prompts)
     waiting = iter(enumerate(prompts))
-    async with openai.AsyncOpenAI(
-        base_url=server.base_url,
-        api_key=api_key(),
-        max_retries=0,  # a silent second try would count as latency
-        timeout=section.request_timeout_s,
-        http_client=openai.DefaultAsyncHttpxClient(trust_env=False),  # no proxy: servers are near
-    ) as client:
+    # No retries: a silent second try would count as latency.
+    wire = Wire(server.base_url, server.model_name, timeout_s=section.request_timeout_s, connections=concurrency)
+    sampling = _sampling(section)
 
-        async def work() -> None:
-            for i, prompt in waiting:
-                replies[i] = await _ask(client, server, prompt, max_tokens, section.temperature)
-                progress.update()
+    async def work() -> None:
+        for i, prompt in waiting:
+            replies[i] = await _ask(wire, server, prompt, max_tokens, sampling)
+            progress.update()
 
-        workers = [asyncio.create_task(work()) for _ in range(min(concurrency, len(prompts)))]
-        try:
-            await _watch(workers, server, stage)
-        finally:
-            for worker in workers:
-                worker.cancel()
-            await asyncio.gather(*workers, return_exceptions=True)
-    return replies
+    workers = [asyncio.create_task(work()) for _ in range(min(concurrency, len(prompts)))]
+    try:
+        await _watch(workers, server, stage)
+    finally:
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+        await wire.close()
+    return replies, {name: value for name, value in sampling.items() if name not in wire.refused}
+
+
+def _sampling(section: BenchmarkSection) -> dict[str, Any]:
+    """Return every sampling setting, neutral where none is chosen: a server's own defaults decide nothing."""
+    return {"temperature": section.temperature, "seed": 0} | _NEUTRAL
 
 
 async def _watch(workers: list["asyncio.Task[None]"], server: Server, stage: Stage) -> None:
@@ -141,47 +157,58 @@ async def _watch(workers: list["asyncio.Task[None]"], server: Server, stage: Sta
                 worker.result()
 
 
-async def _ask(client: Any, server: Server, prompt: Prompt, max_tokens: int, temperature: float) -> dict[str, Any]:
-    import openai
-
-    extra: dict[str, Any] = {"return_token_ids": True}
+async def _ask(
+    wire: Wire, server: Server, prompt: Prompt, max_tokens: int, sampling: dict[str, Any]
+) -> dict[str, Any]:
+    fields = {"max_tokens": max_tokens} | ({"tools": prompt.tools} if prompt.tools else {})
+    optional = {"return_token_ids": True} | sampling
     if server.kind == "sglang":
-        extra["return_meta_info"] = True
-    if prompt.tools:
-        extra["tools"] = prompt.tools
+        optional["return_meta_info"] = True
     started = time.monotonic()
     try:
-        response = await client.chat.completions.create(
-            model=server.model_name,
-            messages=prompt.messages,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            extra_body=extra,
-        )
-    except openai.OpenAIError as error:
+        reply = await wire.ask(prompt.messages, fields, optional)
+        if problem := reason_to_fail(reply):
+            raise BadReply(problem, f"after {reply.tokens} tokens")
+    except (RequestFailed, BadReply) as error:
         raise FailureLimitError(
             "a request failed, so this is no measurement",
             where=f"prompt {prompt.id} at {server.base_url}",
-            found=f"{type(error).__name__}: {str(error)[:500]}",
+            found=error,
             fix="remove that prompt or lower --max-tokens if it is too long; "
             "raise --request-timeout-s if it took too long; finished measurements are kept",
         ) from None
-    return _reply(prompt.id, response.model_dump(), time.monotonic() - started)
+    return _reply(prompt.id, reply, time.monotonic() - started)
 
 
-def _reply(prompt_id: str, answer: dict[str, Any], seconds: float) -> dict[str, Any]:
-    choice = answer["choices"][0]
-    message = choice["message"]
-    reasoning = message.get("reasoning") or message.get("reasoning_content") or ""
-    ids = choice.get("token_ids") or []
-    usage = answer.get("usage") or {}
+def _reply(prompt_id: str, reply: Reply, seconds: float) -> dict[str, Any]:
     return {
         "id": prompt_id,
         "seconds": seconds,
-        "tokens": usage.get("completion_tokens") or len(ids),
-        "text": reasoning + (message.get("content") or ""),
-        "prompt_token_ids": answer.get("prompt_token_ids") or choice.get("prompt_token_ids") or [],
-        "completion_token_ids": ids,
-        "finish_reason": choice.get("finish_reason"),
-        "meta_info": choice.get("meta_info"),
+        "tokens": reply.usage["completion_tokens"] or len(reply.completion_ids or []),
+        "text": (reply.reasoning or "") + (reply.content or ""),
+        "prompt_token_ids": reply.prompt_ids or [],
+        "completion_token_ids": reply.completion_ids or [],
+        "finish_reason": reply.finish_reason,
+        "meta_info": reply.meta_info,
+        "model": reply.model,
     }
+
+
+def _refuse_strange_ids(replies: list[dict[str, Any]], server: Server, model: str) -> None:
+    """Raise PreconditionError for token ids that the verifier does not have: they are of another model."""
+    size = vocabulary_size(Path(model)) if model else None
+    for reply in replies if size else ():
+        strange = [token for name in _TOKEN_FIELDS for token in reply[name] if token >= size]
+        if strange:
+            raise PreconditionError(
+                "the server's token ids are not the verifier's", where=f"prompt {reply['id']} at {server.base_url}",
+                expected=f"ids below {size}", found=strange[0], fix="give the address of a server of this model",
+            )
+
+
+def _say_other_models(replies: list[dict[str, Any]], server: Server) -> None:
+    own = Path(server.model_name).name.lower()
+    others = Counter(reply["model"] for reply in replies if reply["model"] and Path(reply["model"]).name.lower() != own)
+    if others:
+        logger.warning("%d of %d replies name another model than %s, which was asked: %s", others.total(), len(replies),
+                       server.model_name, dict(others.most_common(5)))

@@ -46,6 +46,7 @@ def replies_of(directory: Path, run: dict[str, Any]) -> list[dict[str, Any]]:
 def compare(directory: Path, runs: list[dict[str, Any]], *, greedy: bool) -> None:
     """Set `speedup` and, for greedy replies, `lossless` of each run with a drafter.
 
+    Servers that were asked with other sampling, or fall back on another, do other work: no speed-up is told then.
     Batches of another shape round differently in bfloat16, so a few greedy replies part ways after some
     tokens without anything being wrong; where they do is reported.
     """
@@ -54,7 +55,12 @@ def compare(directory: Path, runs: list[dict[str, Any]], *, greedy: bool) -> Non
         if run["draft_tokens"] == BASELINE:
             continue
         reference = baseline[run["concurrency"]]
-        run["speedup"] = run["tokens_per_s"] / reference["tokens_per_s"]
+        if run.get("sampling") == reference.get("sampling"):
+            run["speedup"] = run["tokens_per_s"] / reference["tokens_per_s"]
+        else:
+            run.pop("speedup", None)
+            logger.warning("no speed-up is told of %s: it sampled with %s, %s with %s", run["name"],
+                           run.get("sampling"), reference["name"], reference.get("sampling"))
         if greedy:
             run["lossless"] = agreement(replies_of(directory, reference), replies_of(directory, run))
 

@@ -9,9 +9,7 @@ import contextlib
 import dataclasses
 import difflib
 import json
-import shlex
 import shutil
-import types
 import typing
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,8 +18,10 @@ import yaml
 
 from eagle3.common.errors import PreconditionError, UsageError
 from eagle3.common.options import SECTIONS
+from eagle3.common.values import SHOWN, checked, plain_type, shown
 
 Options = TypeVar("Options")
+
 
 
 def parse(options_class: type[Options], arguments: list[str], documentation: str) -> Options:
@@ -89,15 +89,18 @@ def read_yaml(path: Path) -> dict[str, dict[str, Any]]:
         content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except FileNotFoundError:
         raise UsageError("the configuration file does not exist", where=path, fix="give it with --config") from None
-    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
-        raise UsageError("the configuration file is not YAML", where=path, found=error) from None
+    except OSError as error:
+        raise UsageError("the configuration file cannot be read", where=path, found=error.strerror) from None
+    except Exception as error:  # what YAML's constructors raise for a date or a number that is none
+        raise UsageError("the configuration file is not YAML", where=path, found=str(error)[:SHOWN],
+                         fix="correct it; configs/ has examples") from None
     if not isinstance(content, dict):
         raise UsageError("the configuration file must hold sections", where=path, found=type(content).__name__)
     for name, section in content.items():
         if name not in SECTIONS:
             raise UsageError("unknown section", where=f"{path}: {name}", **_nearest(str(name), SECTIONS))
         if not isinstance(section, dict):
-            raise UsageError("a section must hold options", where=f"{path}: {name}", found=repr(section))
+            raise UsageError("a section must hold options", where=f"{path}: {name}", found=shown(section))
         _build_section(SECTIONS[name], name, section, str(path))
     return content
 
@@ -118,7 +121,7 @@ def without_secrets(argv: list[str]) -> list[str]:
         if flag != "--engine-env":
             continue
         at, value = (i, value) if equals else (i + 1, (argv + [""])[i + 1])
-        with contextlib.suppress(ValueError, TypeError, IndexError):
+        with contextlib.suppress(ValueError, TypeError, IndexError, RecursionError):
             shown[at] = (flag + equals if equals else "") + json.dumps(_masked(dict(json.loads(value))))
     return shown
 
@@ -169,7 +172,7 @@ class _HelpFormatter(argparse.HelpFormatter):
 
 
 def _add_flag(group: Any, section: str, item: dataclasses.Field[Any]) -> None:
-    kind, _ = _plain_type(item.type)
+    kind, _ = plain_type(item.type)
     keywords: dict[str, Any] = {"dest": f"{section}__{item.name}", "help": _help_text(item)}
     if kind is bool:
         keywords["action"] = argparse.BooleanOptionalAction
@@ -216,64 +219,9 @@ def _build_section(section_class: type, section: str, values: dict[str, Any], so
         where = f"{source or 'option'}: {section}.{name}"
         if item is None or (source and item.metadata["command_line_only"]):
             known = [key for key, known_item in fields.items() if not known_item.metadata["command_line_only"]]
-            raise UsageError("unknown option", where=where, **_nearest(str(name), known))
-        built[item.name] = _checked(item, value, where)
+            raise UsageError("unknown option", where=where, **_nearest(shown(name).strip("'"), known))
+        built[item.name] = checked(item, value, where)
     return section_class(**built)
-
-
-def _plain_type(annotation: Any) -> tuple[type, bool]:
-    """Return (the type without None, whether None is allowed); list[int] becomes list."""
-    optional = False
-    if isinstance(annotation, types.UnionType):
-        choices = [choice for choice in annotation.__args__ if choice is not type(None)]
-        optional = len(choices) < len(annotation.__args__)
-        annotation = choices[0]
-    return typing.get_origin(annotation) or annotation, optional
-
-
-def _checked(item: dataclasses.Field[Any], value: Any, where: str) -> Any:
-    """Return the value in the option's type; UsageError when it does not fit."""
-    kind, optional = _plain_type(item.type)
-    if value is None and optional:
-        return None
-    if kind is list:
-        value = shlex.split(value) if isinstance(value, str) else value
-        if not isinstance(value, list):
-            raise UsageError("wrong type", where=where, expected="a list", found=repr(value))
-        inner = typing.get_args(item.type)[0]
-        converted: Any = [_converted(inner, element, where) for element in value]
-    else:
-        converted = _converted(kind, value, where)
-    choices, low, high = (item.metadata[key] for key in ("choices", "minimum", "maximum"))
-    if choices and converted not in choices:
-        raise UsageError("not a valid choice", where=where, expected=" or ".join(choices), found=repr(value))
-    if low is not None and converted < low:
-        raise UsageError("too small", where=where, expected=f"at least {low}", found=converted)
-    if high is not None and converted > high:
-        raise UsageError("too large", where=where, expected=f"at most {high}", found=converted)
-    return converted
-
-
-def _converted(kind: Any, value: Any, where: str) -> Any:
-    if kind is Any:
-        return value
-    try:
-        if kind is dict:
-            value = json.loads(value) if isinstance(value, str) else value
-            return dict(value)
-        if kind is str and isinstance(value, dict | list | type(None)):
-            raise ValueError("not text")
-        if kind is bool and not isinstance(value, bool):
-            raise ValueError("not true or false")
-        if kind in (int, float) and isinstance(value, bool):
-            raise ValueError("a number is needed")
-        if kind is int and isinstance(value, float) and not value.is_integer():
-            raise ValueError("not a whole number")
-        return kind(value)  # YAML 1.1 reads 1e-4 as text; float() mends that
-    except (TypeError, ValueError) as error:
-        raise UsageError(
-            "wrong type", where=where, expected=getattr(kind, "__name__", kind), found=f"{value!r} ({error})"
-        ) from None
 
 
 def require(value: str, flag: str, what: str) -> str:

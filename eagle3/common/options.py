@@ -18,11 +18,15 @@ def option(
     choices: tuple[str, ...] = (),
     minimum: float | None = None,
     maximum: float | None = None,
+    length: int | None = None,
     results: bool = True,
     path: bool = False,
     command_line_only: bool = False,
 ) -> Any:
-    """Return a dataclass field with its help text, unit, limits and role in the fingerprint."""
+    """Return a dataclass field with its help text, unit, limits and role in the fingerprint.
+
+    Limits of a list are those of each of its values; `length` is how many it has.
+    """
     metadata = {
         "help": help,
         "unit": unit,
@@ -30,6 +34,7 @@ def option(
         "choices": choices,
         "minimum": minimum,
         "maximum": maximum,
+        "length": length,
         "results": results,
         "path": path,
         "command_line_only": command_line_only,
@@ -146,6 +151,12 @@ class GenerateSection:
         "chat_template_kwargs; a prompt's setting is a hash of its id and --seed",
         path=True,
     )
+    ask_again: list[str] = option(
+        [],
+        "reasons of skipped.jsonl whose prompts are asked all the same, such as 'prompt too long' (quoted) once the "
+        "server takes longer ones",
+        results=False,
+    )
     check_tokens: int = option(
         0,
         "compare the server's token ids with those of the template on this many replies, and say where they differ",
@@ -217,7 +228,7 @@ class TrainSection:
     warmup_ratio: float = option(0.01, "share of the steps with rising learning rate", minimum=0.0, maximum=1.0)
     min_lr_ratio: float = option(0.0, "learning rate at the end of the cosine, as a share of lr", minimum=0.0)
     weight_decay: float = option(0.01, "AdamW weight decay of matrices (none on norms)", minimum=0.0)
-    adam_betas: list[float] = option([0.9, 0.95], "AdamW betas")
+    adam_betas: list[float] = option([0.9, 0.95], "AdamW betas, both below 1", minimum=0.0, maximum=0.999999, length=2)
     max_grad_norm: float = option(1.0, "gradients are scaled down to this norm", minimum=0.0)
     batch_tokens: int = option(8192, "tokens packed into one batch of one process", unit="tokens", minimum=8)
     accumulation: int = option(1, "batches summed up for one optimizer step", unit="batches", minimum=1)

@@ -17,7 +17,7 @@ from eagle3.traces.worklist import CHARACTERS_PER_TOKEN, Survey, Worklist
 def describe(options: GenerateOptions, stage: Stage, mix: Mix) -> None:
     """Print what would be done; fail where the run would."""
     section, dry = options.generate, DryRun(stage, options.model.path)
-    ledger = Ledger(stage.directory, read=not options.common.restart)
+    ledger = Ledger(stage.directory, read=not options.common.restart, ask_again=section.ask_again)
     survey = survey_for(dry, options, ledger, mix)
     dry.say("reads", f"{section.prompts}: {survey.expected:,} prompts, {survey.missing:,} of them to ask")
     dry.say("writes", f"{stage.directory}; estimate: {survey.prompt_tokens:,} prompt tokens ({CHARACTERS_PER_TOKEN} "

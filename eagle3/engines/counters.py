@@ -97,30 +97,55 @@ def difference(before: Counters | None, after: Counters | None) -> Counters | No
     return result
 
 
-def from_meta_info(replies: Iterable[dict[str, Any] | None]) -> Counters | None:
-    """Return the counters that SGLang puts into each reply's meta_info; None when they are missing.
+# Names in SGLang's meta_info, the newest first: from 0.5.12, 0.5.11, 0.5.10 and before.
+_PROPOSED = ("spec_num_proposed_drafts", "spec_proposed_drafts", "spec_draft_token_num")
+_ACCEPTED = ("spec_num_correct_drafts", "spec_accepted_drafts", "spec_accept_token_num")
+_HISTOGRAM = ("spec_correct_drafts_histogram", "spec_accept_histogram")
 
-    A reply of one token comes from the prefill alone: it has no round and no counters.
+
+def from_meta_info(replies: Iterable[dict[str, Any] | None]) -> Counters | None:
+    """Return the counters that SGLang puts into each reply's meta_info; None when they are missing or no numbers.
+
+    The first token of a reply comes from the prefill, each other one from a round: where no name tells what was
+    accepted, it is the tokens that are left. A reply of one token has no round and no counters.
 
     The histogram counts the rounds that accepted exactly n draft tokens, so position i was accepted in the
-    rounds with n > i.
+    rounds with n > i. The positions are told only if every reply has one.
     """
     drafts = draft_tokens = accepted = 0.0
     histogram: list[float] = []
-    for meta in replies:
-        if meta and "spec_verify_ct" not in meta and meta.get("completion_tokens", 2) <= 1:
-            continue
-        if not meta or "spec_verify_ct" not in meta:
-            return None
-        drafts += meta["spec_verify_ct"]
-        accepted += meta.get("spec_num_correct_drafts", meta["completion_tokens"] - meta["spec_verify_ct"])
-        draft_tokens += meta.get("spec_num_proposed_drafts", 0)
-        counts = meta.get("spec_correct_drafts_histogram") or meta.get("spec_accept_histogram") or []
-        histogram += [0.0] * (len(counts) - len(histogram))
-        for n, count in enumerate(counts):
-            histogram[n] += count
-    positions = tuple(math.fsum(histogram[i + 1 :]) for i in range(len(histogram) - 1))
+    complete = True
+    try:
+        for meta in replies:
+            if meta and "spec_verify_ct" not in meta and meta.get("completion_tokens", 2) <= 1:
+                continue
+            if not meta or "spec_verify_ct" not in meta:
+                return None
+            rounds = _number(meta["spec_verify_ct"])
+            drafts += rounds
+            told = _first(meta, _ACCEPTED)
+            accepted += max(0.0, _number(meta["completion_tokens"]) - 1 - rounds) if told is None else _number(told)
+            draft_tokens += _number(_first(meta, _PROPOSED) or 0)
+            counts = _first(meta, _HISTOGRAM) or []
+            complete = complete and bool(counts)
+            histogram += [0.0] * (len(counts) - len(histogram))
+            for n, count in enumerate(counts):
+                histogram[n] += _number(count)
+    except (TypeError, ValueError, KeyError):
+        return None
+    positions = tuple(math.fsum(histogram[i + 1 :]) for i in range(len(histogram) - 1)) if complete else ()
     return Counters(drafts, draft_tokens, accepted, positions) if drafts > 0 else None
+
+
+def _first(meta: dict[str, Any], names: tuple[str, ...]) -> Any:
+    return next((meta[name] for name in names if meta.get(name) is not None), None)
+
+
+def _number(value: Any) -> float:
+    """Return a count; ValueError or TypeError when it is none."""
+    if isinstance(value, str | bool) or not math.isfinite(value) or value < 0:
+        raise ValueError("not a count")
+    return float(value)
 
 
 def _page(server: Server) -> str:
@@ -134,4 +159,9 @@ def _page(server: Server) -> str:
 def _samples(metrics: str) -> Iterable[tuple[str, str, float]]:
     for line in metrics.splitlines():
         if (match := _SAMPLE.match(line)) and not line.startswith("#"):
-            yield match[1], match[2] or "", float(match[3])
+            try:
+                value = float(match[3])
+            except ValueError:
+                continue
+            if math.isfinite(value):
+                yield match[1], match[2] or "", value

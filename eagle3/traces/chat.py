@@ -47,16 +47,20 @@ class Chat:
 
     Attributes:
         think_tags: opening and closing tag of this model's reasoning.
+        knows_think_tags: whether the tokenizer or the template has them; else they are only a guess.
         end_id: the token that ends an assistant turn.
+        vocabulary_size: rows of the verifier's embedding, so that every id is below; None where it is not known.
     """
 
-    def __init__(self, tokenizer: Any, end_ids: set[int]) -> None:
-        """Take a tokenizer and the ids that end generation (may be empty)."""
+    def __init__(self, tokenizer: Any, end_ids: set[int], vocabulary_size: int | None = None) -> None:
+        """Take a tokenizer, the ids that end generation (may be empty), and the config's vocabulary size."""
         self._tokenizer = tokenizer
         self._vocabulary: dict[str, int] = tokenizer.get_vocab()
         template = str(tokenizer.chat_template)
         known = [pair for pair in _THINK_TAGS if all(tag in self._vocabulary or tag in template for tag in pair)]
-        self.think_tags = known[0] if known else DEFAULT_THINK_TAGS
+        self.think_tags, self.knows_think_tags = known[0] if known else DEFAULT_THINK_TAGS, bool(known)
+        largest = max(self._vocabulary.values())
+        self.vocabulary_size = max(vocabulary_size, largest + 1) if vocabulary_size else None
         self.end_id = self._find_end(end_ids | {tokenizer.eos_token_id} - {None})
 
     @property
@@ -86,13 +90,17 @@ class Chat:
         The template's output is tokenized by the tokenizer itself, so there is one BOS, not two.
         Raises TemplateRefusal when the template does not take the conversation.
         """
-        return self._render(messages, tools, add_generation_prompt=True, **(arguments or {}))
+        return self._render(messages, tools, {"add_generation_prompt": True} | (arguments or {}))
 
     def completion_ids(self, prompt_ids: list[int], reasoning: str | None, content: str | None) -> list[int]:
         """Return the ids [C] that the model generated after `prompt_ids`, with the end token.
 
         Text that spells a control token stays text: servers leave such tokens out of what they return.
+        Raises TemplateRefusal for reasoning of a model whose tags are not known: its form would be invented.
         """
+        if reasoning and not self.knows_think_tags:
+            raise TemplateRefusal("the model has no think tags that are known: " + ", ".join(
+                opening for opening, _ in _THINK_TAGS))
         opening, closing = (self._vocabulary.get(tag, tag) for tag in self.think_tags)
         if self._ends_in_open_think(prompt_ids):
             pieces: list[str | int] = [reasoning or "", closing, content or ""]
@@ -105,6 +113,13 @@ class Chat:
     def decode(self, ids: list[int]) -> str:
         """Return the text of token ids, control tokens spelled out."""
         return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+    def spells(self, ids: list[int], *texts: str | None) -> bool:
+        """Say whether token ids decode to these texts, in turn; white space, special tokens and a cut end aside.
+
+        Servers strip white space and leave out tags and calls; what they return as text must still be there.
+        """
+        return any(_in_turn(self._tokenizer.decode(ids, skip_special_tokens=skip), texts) for skip in (True, False))
 
     def _ends_in_open_think(self, prompt_ids: list[int]) -> bool:
         return self.decode(prompt_ids[-16:]).rstrip().endswith(self.think_tags[0])
@@ -126,22 +141,26 @@ class Chat:
         literal = {"split_special_tokens": True} if getattr(self._tokenizer, "is_fast", False) else {}
         return as_ids(self._tokenizer(text, add_special_tokens=False, **literal))
 
-    def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], **how: Any) -> list[int]:
+    def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], how: dict[str, Any]) -> list[int]:
         from jinja2 import TemplateError
 
         try:
             rendered = self._tokenizer.apply_chat_template(
-                _with_parsed_arguments(messages), tools=tools or None, tokenize=True, **how
+                _as_rendered(messages), tools=tools or None, tokenize=True, **how
             )
-        except (TemplateError, TypeError, KeyError) as error:  # a template that joins a missing content, say
+            return as_ids(rendered)
+        except TemplateError as error:
             raise TemplateRefusal(str(error)) from None
-        return as_ids(rendered)
+        except ImportError as error:
+            raise PreconditionError("templates cannot be rendered", found=error, fix="pip install jinja2") from None
+        except Exception as error:  # a template is a program of somebody else: it joins a missing content, say
+            raise TemplateRefusal(f"{type(error).__name__}: {error}") from None
 
     def _find_end(self, end_ids: set[int]) -> int:
         """Return the first token after a finished reply that ends generation, else the first token there."""
         try:
             turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARKER}]
-            text = self.decode(self._render(turn, []))
+            text = self.decode(self._render(turn, [], {}))
         except TemplateRefusal:
             text = ""
         after = self._tokenizer(text.rpartition(_MARKER)[2], add_special_tokens=False) if _MARKER in text else []
@@ -152,6 +171,21 @@ class Chat:
             if token is not None:
                 return int(token)
         raise PreconditionError("the model names no token that ends a turn", fix="set eos_token in its tokenizer")
+
+
+def _in_turn(text: str, parts: tuple[str | None, ...]) -> bool:
+    """Say whether a text holds other texts one after the other, white space and broken characters aside."""
+    text, at = _bare(text), 0
+    for part in map(_bare, parts):
+        found = text.find(part, at)
+        if found < 0:
+            return False
+        at = found + len(part)
+    return True
+
+
+def _bare(text: str | None) -> str:
+    return "".join((text or "").replace("\ufffd", "").split())
 
 
 def load_chat(folder: Path, *, trust_remote_code: bool = False) -> Chat:
@@ -174,7 +208,7 @@ def load_chat(folder: Path, *, trust_remote_code: bool = False) -> Chat:
         ) from None
     if not tokenizer.chat_template:
         raise PreconditionError("the tokenizer has no chat template", where=folder, fix="add chat_template.jinja")
-    return Chat(tokenizer, _end_ids(folder))
+    return Chat(tokenizer, _end_ids(folder), vocabulary_size(folder))
 
 
 def as_ids(value: Any) -> list[int]:
@@ -200,13 +234,46 @@ def _end_ids(folder: Path) -> set[int]:
     return found
 
 
-def _with_parsed_arguments(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages whose tool calls carry their arguments as objects, which is what templates print."""
-    if not any(message.get("tool_calls") for message in messages):
-        return messages
-    copies = json.loads(json.dumps(messages))
-    for call in (call for message in copies for call in message.get("tool_calls") or []):
-        arguments = call.get("function", {}).get("arguments")
-        if isinstance(arguments, str) and arguments.lstrip().startswith("{"):
-            call["function"]["arguments"] = json.loads(arguments)
+def vocabulary_size(folder: Path) -> int | None:
+    """Return what config.json says; None when it leaves that to its class."""
+    if not (folder / "config.json").is_file():
+        return None
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8-sig"))
+        value = (config.get("text_config") or config).get("vocab_size")
+    except (OSError, ValueError, AttributeError) as error:
+        raise PreconditionError("not a JSON object", where=folder / "config.json", found=error) from None
+    return value if type(value) is int and value > 0 else None
+
+
+def with_contents(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages in which a content that is missing (beside tool calls) is empty text.
+
+    So a server sees it, and no template can print the word None for it.
+    """
+    return [message if message.get("content") is not None else message | {"content": ""} for message in messages]
+
+
+def _as_rendered(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages as servers hand them to a template: contents are texts, the arguments of calls are objects.
+
+    Arguments that are no JSON object are an empty one, as in vLLM; where a server rejects them, it says so itself.
+    """
+    copies = [dict(message) for message in with_contents(messages)]
+    for message in copies:
+        if message.get("tool_calls"):
+            message["tool_calls"] = [_with_parsed_arguments(call) for call in message["tool_calls"]]
     return copies
+
+
+def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, dict):
+        return call
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            arguments = {}
+    return call | {"function": function | {"arguments": arguments if isinstance(arguments, dict) else {}}}

@@ -9,7 +9,8 @@ from eagle3.common.errors import PreconditionError
 from eagle3.common.log import logger
 from eagle3.common.options import GenerateSection
 from eagle3.traces import client
-from eagle3.traces.client import Client, KeyRefused, Reply, RequestFailed, ServedModel
+from eagle3.traces.client import Client, KeyRefused, RequestFailed, ServedModel
+from eagle3.traces.replies import Reply
 from eagle3.traces.sampling import Setting
 
 _FIRST_REST_S = 5.0

@@ -11,18 +11,19 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from eagle3.common.errors import FailureLimitError, PreconditionError
+from eagle3.common.errors import FailureLimitError
 from eagle3.common.files import encode_line
 from eagle3.common.log import Progress, logger
 from eagle3.common.options import GenerateSection
 from eagle3.traces.chat import Chat, TemplateRefusal
-from eagle3.traces.client import Reply, RequestFailed, reason_to_skip
+from eagle3.traces.client import RequestFailed
 from eagle3.traces.endpoints import Pool
-from eagle3.traces.token_check import TokenCheck
-from eagle3.traces.trace_rows import SKIPPED, Ledger, assistant_message, sealed
+from eagle3.traces.one_fault import FOLLOWS, HeldBack
+from eagle3.traces.replies import Reply, reason_to_fail
+from eagle3.traces.trace_making import NoTrace, TraceMaker
+from eagle3.traces.trace_rows import SKIPPED, Ledger, assistant_message
 from eagle3.traces.worklist import ConversationWork, Request
 
-_REPLIES_WITHOUT_REASONING = 20  # then reasoning that is required will not come
 _LOOK_EVERY_S = 0.1
 
 
@@ -32,7 +33,7 @@ class Generator:
     Attributes:
         came_of_it: how many prompts of this run became "traces", "failures", or were skipped, by "skipped: reason";
             and how many replies were "tagged", with reasoning in their content.
-        token_check: what comparing the server's ids with the template's has shown.
+        maker: makes rows of replies, and knows what their token ids were held against.
     """
 
     def __init__(
@@ -55,10 +56,9 @@ class Generator:
         self.chat, self.limit, self.progress = chat, limit, progress
         self.model = pool.served.name
         self.came_of_it: Counter[str] = Counter()
-        self.token_check = TokenCheck(chat, section.check_tokens)
+        self.maker = TraceMaker(section, chat, self.model)
         self._failed_in_row, self._answered = 0, False
-        self._reasoning_seen = ledger.counts["with_reasoning"] > 0
-        self._without_reasoning: list[dict[str, Any]] = []
+        self._held = HeldBack(ledger.settings)
         self._tokens, self._started = 0, time.monotonic()
         self._said: set[str] = set()
         self._queue: asyncio.Queue[tuple[str, dict[str, Any], asyncio.Future[None]] | None] = asyncio.Queue()
@@ -67,7 +67,7 @@ class Generator:
         """Ask for everything; `look` is called ten times a second and stops the run by raising.
 
         Raises what stopped it: Interrupted, FailureLimitError (failures in a row), PreconditionError (key
-        refused, no reasoning, disk full, …). What was finished is on disk in any case.
+        refused, one fault in all replies, disk full, …). What was finished is on disk in any case.
         """
         writer = asyncio.create_task(self._write())
         workers = asyncio.create_task(self._work_together(todo))
@@ -85,8 +85,6 @@ class Generator:
         for task in (writer, watcher, workers):
             if not task.cancelled() and (error := task.exception()):
                 raise _first(error)
-        if self._without_reasoning:
-            raise _no_reasoning(len(self._without_reasoning))
 
     # --- workers ---
 
@@ -94,6 +92,8 @@ class Generator:
         async with asyncio.TaskGroup() as group:
             for _ in range(self.section.concurrency):
                 group.create_task(self._work(todo))
+        for record in self._held.left():
+            await self._record("skipped", record)
 
     async def _work(self, todo: Iterator[ConversationWork]) -> None:
         for work in todo:
@@ -116,7 +116,7 @@ class Generator:
         if broken == "failed":  # it is asked again when that one succeeds
             await self._fail(request, RequestFailed("an earlier turn failed", "", rejected=True))
         else:
-            await self._skip(request, "an earlier turn was skipped")
+            await self._skip(request, FOLLOWS)
 
     async def _settle(self, request: Request) -> Reply | str:
         """Ask for one reply and record what came of it; return it, or "skipped" or "failed" when it gave no trace."""
@@ -135,14 +135,22 @@ class Generator:
             reply = await self.pool.ask(request.messages, request.tools, request.setting, max_tokens)
         except RequestFailed as failure:
             return await self._fail(request, failure)
+        problem = reason_to_fail(reply)
+        beyond = "" if problem else self.maker.proof.beyond_vocabulary(reply)
+        if problem or beyond:
+            return await self._fail(request, RequestFailed(problem or "token ids beyond the vocabulary", beyond or (
+                f"after {reply.tokens} tokens")))
         self._failed_in_row, self._answered = 0, True
         self._tokens += reply.tokens
         self.came_of_it["tagged"] += reply.tagged
-        await self._note_reasoning(reply)
-        reason = reason_to_skip(reply, request.setting.reasoning)
-        if reason:
-            return await self._skip(request, reason, finish_reason=reply.finish_reason, tokens=reply.tokens)
-        await self._record("traces", self._trace(request, reply, prompt_ids, max_tokens))
+        try:
+            row = self.maker.row(request, reply, prompt_ids, max_tokens)
+        except NoTrace as none:
+            return await self._skip(request, none.reason, none.detail, finish_reason=reply.finish_reason,
+                                    tokens=reply.tokens)
+        for held in self._held.release(request.setting.name):
+            await self._record("skipped", held)
+        await self._record("traces", row)
         return reply
 
     def _room(self, prompt_ids: list[int] | None, wanted: int) -> int:
@@ -157,64 +165,13 @@ class Generator:
                            f"asked > {self.limit}, so {room} (once shown; the others are in each trace's sampling)")
         return room
 
-    def _trace(self, request: Request, reply: Reply, prompt_ids: list[int] | None, max_tokens: int) -> dict[str, Any]:
-        if reply.exact:
-            source, known, completion = "server", reply.prompt_ids, reply.completion_ids
-            self._compare(prompt_ids, known or [])
-            self.token_check.compare(reply, prompt_ids)
-        elif self.chat is not None and prompt_ids is not None:
-            source, known = "template", prompt_ids
-            completion = self.chat.completion_ids(prompt_ids, reply.reasoning, reply.content)
-        else:
-            raise PreconditionError(
-                "the server gives no token ids, and there is no tokenizer to make them",
-                expected="prompt_token_ids and token_ids in the reply (vLLM gives them), or a model folder",
-                fix="name the verifier's folder with --model",
-            )
-        return sealed({
-            "id": request.id,
-            "key": request.key,
-            "source": request.source,
-            "model": self.model,
-            "prompt": {"messages": request.messages, "tools": request.tools},
-            "chat_template_kwargs": request.setting.chat_template_kwargs,
-            "sampling": request.setting.recorded(max_tokens, self.section.seed),
-            "reasoning": reply.reasoning,
-            "content": reply.content,
-            "tool_calls": reply.tool_calls,
-            "finish_reason": reply.finish_reason,
-            "prompt_token_ids": known,
-            "completion_token_ids": completion,
-            "token_source": source,
-            "usage": reply.usage,
-        })
-
-    def _compare(self, ours: list[int] | None, servers: list[int]) -> None:
-        """Warn once when the server renders prompts unlike the model folder's template."""
-        if ours is not None and ours != servers and self.chat is not None:
-            self._say_once("template", "the server renders prompts unlike the template of --model (its ids are used). "
-                           f"Another model or template? Server: …{self.chat.decode(servers)[-80:]!r}, "
-                           f"folder: …{self.chat.decode(ours)[-80:]!r}")
-
     # --- what becomes of a prompt ---
-
-    async def _note_reasoning(self, reply: Reply) -> None:
-        """Once a reply has reasoned, replies that did not are single cases: record those that were held back."""
-        if reply.reasoning and not self._reasoning_seen:
-            self._reasoning_seen = True
-            held, self._without_reasoning = self._without_reasoning, []
-            for record in held:
-                await self._record("skipped", record)
 
     async def _skip(self, request: Request, reason: str, detail: str = "", **more: Any) -> str:
         record = {"id": request.id, "key": request.key, "source": request.source, "model": self.model,
                   "reason": reason, "detail": detail} | more
-        if reason == "no reasoning" and not self._reasoning_seen:
-            # Not written: with the server put right, these prompts are worth asking again.
-            self._without_reasoning.append(record)
-            if len(self._without_reasoning) >= _REPLIES_WITHOUT_REASONING:
-                raise _no_reasoning(len(self._without_reasoning))
-            return "failed"
+        if self._held.holds(request.setting.name, record):
+            return "skipped"
         await self._record("skipped", record)
         return "skipped"
 
@@ -280,13 +237,3 @@ def _first(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
-
-
-def _no_reasoning(count: int) -> PreconditionError:
-    return PreconditionError(
-        f"the first {count} replies have no reasoning, though it is required; they are not recorded",
-        where="--reasoning required",
-        expected="reasoning or reasoning_content in the reply, or a think block in its content",
-        fix="start the server with its reasoning parser (vLLM: --reasoning-parser NAME, with --serve in "
-        "--serve-args), switch thinking on with --chat-template-kwargs, or use --reasoning optional",
-    )

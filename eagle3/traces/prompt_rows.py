@@ -12,34 +12,28 @@ from typing import Any
 from eagle3.common.errors import UsageError
 from eagle3.common.files import sha256_json
 from eagle3.common.log import logger
+from eagle3.traces.row_parts import (
+    FIX,
+    MEDIA,
+    Dropped,
+    Malformed,
+    joined,
+    kind_of,
+    objects,
+    require_sendable,
+    tool_calls,
+    without_nulls,
+)
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _ASKING = ("user", "tool")  # roles whose message asks for a reply
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function": "tool", "observation": "tool"}
-_CONVERSATION_FIELDS = ("messages", "conversations", "conversation", "prompt")
+_CONVERSATION_FIELDS = ("messages", "conversations", "conversation", "prompt", "turns")
+# What names a row of user turns, such as benchmarks are published in: of SpecBench, of MT-Bench.
+_QUESTION_IDS = ("id", "question_id", "prompt_id")
 # Text fields of a message that templates and servers know.
 _MESSAGE_FIELDS = ("name", "tool_call_id", "reasoning", "reasoning_content")
-_MEDIA = ("image", "audio", "video", "file")
 _HASH_CHARS = 24  # 96 bits: no collision within any number of rows that fits on a disk
-_FIX = "correct or remove that row"
-
-
-class Dropped(Exception):
-    """A row that is well formed but is not asked."""
-
-    def __init__(self, reason: str, words: str) -> None:
-        """Take the reason it is counted under, and words for an example."""
-        self.reason, self.words = reason, words
-        super().__init__(reason, words)
-
-
-class Malformed(Exception):
-    """A row that is not understood."""
-
-    def __init__(self, field: str, expected: str, found: str, fix: str = _FIX) -> None:
-        """Take the field, such as messages[0].role; "" is the whole row."""
-        self.field, self.expected, self.found, self.fix = field, expected, found, fix
-        super().__init__(field, expected, found)
 
 
 @dataclass(frozen=True)
@@ -96,24 +90,24 @@ class Reader:
         Raises Malformed or Dropped.
         """
         row = {name: value for name, value in row.items() if value is not None}
-        for name in _MEDIA[:3]:
+        for name in MEDIA[:3]:
             if row.get(name) or row.get(name + "s"):
                 raise Dropped(f"{name} content", f"field {name if row.get(name) else name + 's'}")
         messages = self._messages(row)
         system = row.get("system")
         if isinstance(system, str) and system.strip() and messages[0]["role"] not in ("system", "developer"):
             messages.insert(0, {"role": "system", "content": row.pop("system")})
-        tools = _objects(row.pop("tools", None), "tools")
+        tools = objects(row.pop("tools", None), "tools")
         identity = _identity(row, messages, tools)
         source = str(row.get("source") or source)
         try:  # what is sent, hashed and stored has to be UTF-8
-            _require_utf8([identity, source, messages, tools])
+            require_sendable([identity, source, messages, tools])
         except UnicodeEncodeError as error:
             raise Dropped("lone surrogate", repr(error.object[max(0, error.start - 20) : error.end])) from None
         asked = _asked(messages)
         if not asked:
             raise Dropped("nothing asks for a reply", "roles " + ", ".join(message["role"] for message in messages))
-        asked = asked if self._turns == "all" else asked[-1:]
+        asked = asked if self._turns == "all" or _is_user_turns(row) else asked[-1:]
         _refuse_empty(messages, asked)
         return Conversation(identity, source, messages[: asked[-1]], tools, asked)
 
@@ -122,11 +116,15 @@ class Reader:
         if field is None:
             raise Malformed("", "messages or conversations (a list) or prompt (text)", f"fields {sorted(row)}")
         given = row[field]
+        if _is_user_turns(row):
+            return _user_turns(given)
         if field == "prompt" and isinstance(given, str):
             given = [{"role": "user", "content": given}]
+        elif isinstance(given, str) and given.lstrip().startswith("["):
+            given = objects(given, field)
         if not isinstance(given, list):
             expected = "text or a list of messages" if field == "prompt" else "a list of messages"
-            raise Malformed(field, expected, _kind(given))
+            raise Malformed(field, expected, kind_of(given))
         if not given:
             raise Dropped("empty prompt", f"{field} is an empty list")
         return [self._message(message, f"{field}[{i}]") for i, message in enumerate(given)]
@@ -134,23 +132,23 @@ class Reader:
     def _message(self, message: Any, field: str) -> dict[str, Any]:
         """Return a message with its content as text and only the fields that a server knows."""
         if not isinstance(message, dict):
-            raise Malformed(field, "a message", _kind(message))
+            raise Malformed(field, "a message", kind_of(message))
         sharegpt = "from" in message and message.get("role") is None
         role_name, content_name = ("from", "value") if sharegpt else ("role", "content")
-        calls = _tool_calls(message.get("tool_calls"), f"{field}.tool_calls")
+        calls = tool_calls(message.get("tool_calls"), f"{field}.tool_calls")
         content = message.get(content_name)
         clean: dict[str, Any] = {"role": self._role(message.get(role_name), sharegpt, f"{field}.{role_name}")}
         if isinstance(content, str) or (content is None and calls):
             clean["content"] = content
         else:
-            clean["content"] = _joined(content, f"{field}.{content_name}")
+            clean["content"] = joined(content, f"{field}.{content_name}")
         if calls:
             clean["tool_calls"] = calls
         for name in _MESSAGE_FIELDS:
             value = message.get(name)
             if value is not None:
                 if not isinstance(value, str):
-                    raise Malformed(f"{field}.{name}", "text", _kind(value))
+                    raise Malformed(f"{field}.{name}", "text", kind_of(value))
                 clean[name] = value
         return clean
 
@@ -167,8 +165,10 @@ class Reader:
             if sharegpt and name in _SHAREGPT_ROLES:
                 return _SHAREGPT_ROLES[name]
         known = (*ROLES, *_SHAREGPT_ROLES) if sharegpt else ROLES
-        fix = f"say what it stands for, such as --role-map '{json.dumps({name: 'assistant'})}', or {_FIX}"
-        raise Malformed(field, "one of " + ", ".join(known), _kind(name), fix if isinstance(name, str) else _FIX)
+        fix = FIX
+        if isinstance(name, str):
+            fix = f"say what it stands for, such as --role-map '{json.dumps({name: 'assistant'})}', or {FIX}"
+        raise Malformed(field, "one of " + ", ".join(known), kind_of(name), fix)
 
 
 # --- parts of a row ---------------------------------------------------------------------------------------
@@ -176,59 +176,40 @@ class Reader:
 
 def _identity(row: dict[str, Any], messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
     """Return the given id, else a hash of the whole row, equal for equal conversations in whatever form."""
-    if "id" not in row:
-        rest = {name: _without_nulls(value) for name, value in row.items() if name not in _CONVERSATION_FIELDS}
+    name = given_id(row)
+    if name is None:
+        rest = {name: without_nulls(value) for name, value in row.items() if name not in _CONVERSATION_FIELDS}
         rest |= {"tools": tools} if tools else {}
         return sha256_json({"row": rest, "messages": messages})[:_HASH_CHARS]
-    value = row["id"]
+    value = row[name]
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
-        raise Malformed("id", "text or a whole number", repr(value))
+        raise Malformed(name, "text or a whole number", kind_of(value))
     return str(value)
 
 
-def _without_nulls(value: Any) -> Any:
-    """Return a value without the null members of its objects: column stores have none or all of them."""
-    if isinstance(value, dict):
-        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+def given_id(row: dict[str, Any]) -> str | None:
+    """Return the field that holds a row's id, None where it has none.
+
+    Only rows of user turns go by `question_id` or `prompt_id`: in other data these need not be a row's own.
+    """
+    names = _QUESTION_IDS if _is_user_turns(row) else _QUESTION_IDS[:1]
+    return next((name for name in names if row.get(name) is not None), None)
 
 
-def _joined(content: Any, field: str) -> str:
-    """Return the text of a list of text parts."""
-    if not isinstance(content, list):
-        raise Malformed(field, "text or a list of text parts", _kind(content))
-    for i, part in enumerate(content):
-        kind = str(part.get("type")) if isinstance(part, dict) else ""
-        if kind == "text" and isinstance(part.get("text"), str):
-            continue
-        if medium := next((name for name in _MEDIA if name in kind), None):
-            raise Dropped(f"{medium} content", f"{field}[{i}]")
-        raise Malformed(f"{field}[{i}]", 'a part {"type": "text", "text": …}', _kind(part))
-    return "".join(part["text"] for part in content)
+def _is_user_turns(row: dict[str, Any]) -> bool:
+    """Say whether a row is a list of what the user says, turn by turn, to be answered one after the other."""
+    field = next((name for name in _CONVERSATION_FIELDS if row.get(name) is not None), "")
+    given = row.get(field)
+    return field in ("prompt", "turns") and isinstance(given, list) and bool(given) and all(
+        isinstance(turn, str) for turn in given)
 
 
-def _objects(value: Any, field: str) -> list[dict[str, Any]]:
-    """Return a list of objects; column stores often hold it, or each of them, as JSON text."""
-    try:
-        value = json.loads(value) if isinstance(value, str) and value else value or []
-        found = [json.loads(item) if isinstance(item, str) else item for item in value or []]
-    except (ValueError, TypeError, RecursionError):
-        found = [None]
-    if isinstance(value, dict) or not all(isinstance(item, dict) for item in found):
-        raise Malformed(field, "a list of objects, also as JSON text", _kind(value))
-    return found
-
-
-def _tool_calls(value: Any, field: str) -> list[dict[str, Any]]:
-    """Return tool calls with their arguments as JSON text, the form in which servers take them."""
-    if not value:
-        return []
-    calls = _objects(value, field)
-    for i, call in enumerate(calls):
-        function = call.get("function")
-        if isinstance(function, dict) and isinstance(function.get("arguments"), dict):
-            calls[i] = call | {"function": function | {"arguments": json.dumps(function["arguments"])}}
-    return calls
+def _user_turns(texts: list[str]) -> list[dict[str, Any]]:
+    """Return user messages with a place for the reply between each two, which is generated before the next is asked."""
+    messages: list[dict[str, Any]] = []
+    for text in texts:
+        messages += [{"role": "assistant", "content": None}] * bool(messages) + [{"role": "user", "content": text}]
+    return messages
 
 
 def _asked(messages: list[dict[str, Any]]) -> tuple[int, ...]:
@@ -254,23 +235,3 @@ def _refuse_empty(messages: list[dict[str, Any]], asked: tuple[int, ...]) -> Non
         last = next((i for i in range(end - 1, -1, -1) if messages[i]["role"] == "user"), None)
         if last is not None and (not (text := messages[last]["content"]) or text.isspace()):
             raise Dropped("empty prompt", f"message {last + 1} of {len(messages)} is empty")
-
-
-def _require_utf8(value: Any) -> None:
-    """Raise UnicodeEncodeError when a text anywhere in a JSON value holds half of a surrogate pair."""
-    if isinstance(value, str):
-        if not value.isascii():
-            value.encode()
-    elif isinstance(value, dict):
-        for name, item in value.items():
-            _require_utf8(name)
-            _require_utf8(item)
-    elif isinstance(value, list):
-        for item in value:
-            _require_utf8(item)
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, dict):
-        return f"an object with {sorted(value)}"
-    return f"{type(value).__name__} {str(value)[:60]!r}"

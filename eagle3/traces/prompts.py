@@ -18,7 +18,7 @@ from eagle3.common.files import hash64, sha256_json
 from eagle3.common.log import logger
 from eagle3.common.options import GenerateSection
 from eagle3.traces import sources
-from eagle3.traces.prompt_rows import Conversation, Dropped, Malformed, Reader
+from eagle3.traces.prompt_rows import Conversation, Dropped, Malformed, Reader, given_id
 
 _CHECK_ROWS = 256  # rows between two looks at whether to stop
 
@@ -103,7 +103,7 @@ class PromptSource:
             kept.append(0)
             try:
                 conversation = self._conversation(place, source, row)
-                key = self._new_key(conversation, place, row.get("id") is not None, seen)
+                key = self._new_key(conversation, place, given_id(row) is not None, seen)
             except Dropped as dropped:
                 counts._drop(dropped.reason, f"{place}: {dropped.words}")
                 continue
@@ -195,7 +195,7 @@ class PromptSource:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One reply to be generated: the last one of a conversation.
+    """One reply to be generated: the last one of a conversation, the first of a row of user turns.
 
     Attributes:
         id: id of the row, "#", and the turn: how many replies precede it.
@@ -211,10 +211,18 @@ class Prompt:
 def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
     """Return the prompts of the first `limit` rows of a source, in its order, all in memory.
 
+    Of a row of user turns it is the first one: the others ask about replies that are yet to be generated.
     Raises PreconditionError as PromptSource does. Rows that are equal throughout and have no id are asked once.
     """
     source = PromptSource(GenerateSection(prompts=str(path)), limit)
     counts = source.scan()
     if counts.dropped:
         logger.info("%s: %s", path, counts.line())
-    return [Prompt(each.prompt_id(-1), each.messages, each.tools, each.source) for each in source]
+    found, later = [], 0
+    for each in source:
+        later += len(each.asked) - 1
+        found.append(Prompt(each.prompt_id(0), each.messages[: each.asked[0]], each.tools, each.source))
+    if later:
+        logger.warning("%s: of conversations only the first user turn is measured; %d later turns are left out", path,
+                       later)
+    return found

@@ -9,7 +9,7 @@ from typing import Any
 
 from eagle3.common.log import logger
 from eagle3.traces.chat import Chat
-from eagle3.traces.client import Reply
+from eagle3.traces.replies import Reply
 
 _AROUND = 6  # tokens shown on each side of a difference
 
@@ -25,6 +25,8 @@ class TokenCheck:
         """Compare one reply both ways; `prompt_ids` are the template's."""
         if self._chat is None or prompt_ids is None or self.figures["checked"] >= self._wanted:
             return
+        if reply.reasoning and not self._chat.knows_think_tags:
+            return  # how the model encloses it is not known
         self.figures["checked"] += 1
         if reply.prompt_ids != prompt_ids:
             self._note("prompts_differ", reply.prompt_ids or [], prompt_ids)

@@ -128,14 +128,21 @@ class Ledger:
         model: name under which the traces and skips were asked, "" when there are none.
         counts: traces, truncated (kept though cut at max_tokens), with_reasoning, prompt and completion tokens.
         skips: how many prompts were skipped, whatever the reason.
+        settings: names of the sampling settings that gave traces; "" is the only one of a run without a mix.
     """
 
-    def __init__(self, directory: Path, *, read: bool = True) -> None:
-        """Load what lies in a directory; an empty ledger without `read`."""
+    def __init__(self, directory: Path, *, read: bool = True, ask_again: Iterable[str] = ()) -> None:
+        """Load what lies in a directory; an empty ledger without `read`.
+
+        Args:
+            ask_again: reasons for which a skipped prompt counts as missing all the same.
+        """
         self.directory = directory
         self.model = ""
         self.counts: Counter[str] = Counter()
         self.skips = 0
+        self.settings: set[str] = set()
+        self._ask_again = frozenset(ask_again)
         self._keys: dict[int, int] = {}
         self._skipped: dict[int, tuple[int, str]] = {}
         self._digests = 0
@@ -153,7 +160,7 @@ class Ledger:
         if name in self._keys:
             return "done" if self._keys[name] == wanted else "changed"
         known, reason = self._skipped.get(name, (None, ""))
-        return SKIPPED + reason if known == wanted else "missing"
+        return SKIPPED + reason if known == wanted and reason not in self._ask_again else "missing"
 
     def refuse_other_model(self, asked: str) -> None:
         """Raise StaleError when what lies here was asked of a model with another name than `asked`."""
@@ -212,6 +219,7 @@ class Ledger:
         self.skips -= self._skipped.pop(name, None) is not None
         self.model = row["model"]
         self._digests += int(row["digest"], 16)
+        self.settings.add(str(row["sampling"].get("name", "")))
         self.counts["traces"] += 1
         self.counts["truncated"] += row["finish_reason"] == "length"
         self.counts["with_reasoning"] += row["reasoning"] is not None
