@@ -90,17 +90,20 @@ def read_yaml(path: Path) -> dict[str, dict[str, Any]]:
     except FileNotFoundError:
         raise UsageError("the configuration file does not exist", where=path, fix="give it with --config") from None
     except OSError as error:
-        raise UsageError("the configuration file cannot be read", where=path, found=error.strerror) from None
+        raise UsageError("the configuration file cannot be read", where=path, found=error.strerror,
+                         fix="name a file with --config") from None
     except Exception as error:  # what YAML's constructors raise for a date or a number that is none
         raise UsageError("the configuration file is not YAML", where=path, found=str(error)[:SHOWN],
                          fix="correct it; configs/ has examples") from None
     if not isinstance(content, dict):
-        raise UsageError("the configuration file must hold sections", where=path, found=type(content).__name__)
+        raise UsageError("the configuration file must hold sections", where=path, found=type(content).__name__,
+                         fix="correct it; configs/ has examples")
     for name, section in content.items():
         if name not in SECTIONS:
-            raise UsageError("unknown section", where=f"{path}: {name}", **_nearest(str(name), SECTIONS))
+            raise UsageError("unknown section", where=f"{path}: {_name(name)}", **_nearest(_name(name), SECTIONS))
         if not isinstance(section, dict):
-            raise UsageError("a section must hold options", where=f"{path}: {name}", found=shown(section))
+            raise UsageError("a section must hold options", where=f"{path}: {name}", found=shown(section),
+                             fix="indent its options below it")
         _build_section(SECTIONS[name], name, section, str(path))
     return content
 
@@ -215,13 +218,18 @@ def _build_section(section_class: type, section: str, values: dict[str, Any], so
     fields = {item.name: item for item in dataclasses.fields(section_class)}
     built = {}
     for name, value in values.items():
-        item = fields.get(str(name))
-        where = f"{source or 'option'}: {section}.{name}"
+        item = fields.get(_name(name))
+        where = f"{source or 'option'}: {section}.{_name(name)}"
         if item is None or (source and item.metadata["command_line_only"]):
             known = [key for key, known_item in fields.items() if not known_item.metadata["command_line_only"]]
-            raise UsageError("unknown option", where=where, **_nearest(shown(name).strip("'"), known))
+            raise UsageError("unknown option", where=where, **_nearest(_name(name), known))
         built[item.name] = checked(item, value, where)
     return section_class(**built)
+
+
+def _name(key: Any) -> str:
+    """Return a key of YAML, which may be of any type, as a name."""
+    return key if isinstance(key, str) else shown(key)
 
 
 def require(value: str, flag: str, what: str) -> str:

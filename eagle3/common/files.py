@@ -31,6 +31,17 @@ def fsync_directory(directory: Path) -> None:
         os.close(fd)
 
 
+def make_directory(directory: Path) -> None:
+    """Make a directory and those above it; PreconditionError where there can be none."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if error.errno in DISK_FULL:
+            raise disk_full(directory) from error
+        raise PreconditionError("a directory cannot be made", where=directory, found=error.strerror,
+                                fix="name another place with --run-dir or --out") from None
+
+
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`; on success sync it and rename it to `path`.

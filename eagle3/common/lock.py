@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import IO
 
 from eagle3.common.errors import PreconditionError
+from eagle3.common.files import make_directory
 
 
 class DirectoryLock:
@@ -18,7 +19,7 @@ class DirectoryLock:
     """
 
     def __init__(self, directory: Path) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
+        make_directory(directory)
         self._file: IO[str] = open(directory / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 - until release()
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)

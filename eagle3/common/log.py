@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from eagle3.common.files import make_directory
+
 logger = logging.getLogger("eagle3")
 _LINE_EVERY_S = 30.0
 
@@ -20,7 +22,7 @@ def set_up(log_file: Path | None, level: str) -> None:
     console.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S"))
     logger.addHandler(console)
     if log_file is not None:
-        log_file.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(log_file.parent)
         file = logging.FileHandler(log_file, mode="a", encoding="utf-8", errors="backslashreplace")
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s"))
         logger.addHandler(file)

@@ -11,6 +11,7 @@ from eagle3.common.errors import UsageError
 
 SHOWN = 200  # characters of a wrong value in a message
 _LARGEST = 2.0**63
+_FIX = "correct it; --help says what the option takes"
 
 
 def plain_type(annotation: Any) -> tuple[type, bool]:
@@ -46,18 +47,19 @@ def _listed(value: Any, where: str) -> list[Any]:
         raise UsageError("the words cannot be told apart", where=where, found=f"{shown(value)} ({error})",
                          fix="close the quotation") from None
     if not isinstance(value, list):
-        raise UsageError("wrong type", where=where, expected="a list", found=shown(value))
+        raise UsageError("wrong type", where=where, expected="a list", found=shown(value), fix=_FIX)
     return value
 
 
 def _within_limits(item: dataclasses.Field[Any], value: Any, where: str) -> Any:
     choices, low, high = (item.metadata[key] for key in ("choices", "minimum", "maximum"))
     if choices and value not in choices:
-        raise UsageError("not a valid choice", where=where, expected=" or ".join(choices), found=shown(value))
+        raise UsageError("not a valid choice", where=where, expected=" or ".join(choices), found=shown(value),
+                         fix=_FIX)
     if low is not None and value < low:
-        raise UsageError("too small", where=where, expected=f"at least {low}", found=value)
+        raise UsageError("too small", where=where, expected=f"at least {low}", found=value, fix=_FIX)
     if high is not None and value > high:
-        raise UsageError("too large", where=where, expected=f"at most {high}", found=value)
+        raise UsageError("too large", where=where, expected=f"at most {high}", found=value, fix=_FIX)
     return value
 
 
@@ -82,7 +84,7 @@ def _converted(kind: Any, value: Any, where: str) -> Any:
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         expected = "a JSON object" if typing.get_origin(kind) is dict else getattr(kind, "__name__", kind)
         raise UsageError(
-            "wrong type", where=where, expected=expected, found=f"{shown(value)} ({str(error)[:SHOWN]})"
+            "wrong type", where=where, expected=expected, found=f"{shown(value)} ({str(error)[:SHOWN]})", fix=_FIX
         ) from None
 
 
