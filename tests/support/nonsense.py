@@ -57,7 +57,7 @@ class Nonsense:
         if what == 1:
             return text[:at] + self.chance.choice(TEXTS) + text[at + 1 :]
         if what == 2:
-            return "[" * self.chance.choice((3, 200, deepest)) + text
+            return "[" * self.chance.choice((3, 40, deepest)) + text
         if what == 3:
             return text.replace(":", ': [' * 3, 1)
         return text

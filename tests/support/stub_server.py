@@ -9,8 +9,16 @@ The script is one JSON object:
   die_after                 gone (connections refused) after that many chat requests
   default                   a step for every prompt without steps of its own
   replies                   {text of the last user message: [step, …]}; the last step repeats
+  refuses                   names of fields; a request that has one is answered with HTTP 400 (or `refuses_status`)
+                            and, with `refuses_detail`, a list of what is wrong with it, as FastAPI does
+  chat                      a `Chat` (in Python only) that makes the token ids and the counts of usage
+  spelled                   with chat: each character as tokens of its own, so that ids differ and texts do not
+  paths                     {path: body} of other GETs, such as /metrics
+  listed                    more fields of the model in /v1/models, such as owned_by
 A step may have: status, headers, message (an error); delay_s; reset (close without an answer); raw (a body as
-it stands); content, reasoning, finish_reason, tool_calls; reasoning_field; token_ids (false: none given).
+it stands, or an object); content, reasoning, finish_reason, tool_calls; reasoning_field; token_ids (false: none given);
+shown: {field: value} of the message instead of what was generated, such as a stripped content; usage; choice, more:
+fields of the choice and of the body.
 Without `content` the answer is a function of the prompt text. Token ids are the UTF-8 bytes of the texts.
 """
 
@@ -80,15 +88,30 @@ class Stub:
         message: dict[str, Any] = {"role": "assistant", "content": content, "tool_calls": step.get("tool_calls", [])}
         if reasoning is not None:
             message[step.get("reasoning_field", self.script.get("reasoning_field", "reasoning"))] = reasoning
-        prompt_ids = list(json.dumps(body["messages"]).encode())
-        ids = list(((reasoning or "") + (content or "")).encode()) + ([END_TOKEN] if reason == "stop" else [])
-        choice = {"index": 0, "message": message, "finish_reason": reason}
+        message |= step.get("shown", {})
+        prompt_ids, ids = self._token_ids(body, reasoning, content, reason)
+        choice = {"index": 0, "message": message, "finish_reason": reason} | step.get("choice", {})
         response = {"id": "x", "object": "chat.completion", "created": 0, "model": body["model"], "choices": [choice],
                     "usage": {"prompt_tokens": len(prompt_ids), "completion_tokens": len(ids)}}
         if body.get("return_token_ids") and step.get("token_ids", self.script.get("token_ids", True)):
             response["prompt_token_ids"] = prompt_ids
-            choice["token_ids"] = ids
-        return response
+            choice.setdefault("token_ids", ids)
+        if "usage" in step:
+            response["usage"] = step["usage"]
+        return response | step.get("more", {})
+
+    def _token_ids(self, body: dict[str, Any], reasoning: str | None, content: str | None, reason: str | None
+                   ) -> tuple[list[int], list[int]]:
+        chat, text = self.script.get("chat"), (reasoning or "") + (content or "")
+        as_bytes = list(json.dumps(body["messages"]).encode())
+        if chat is None:
+            return as_bytes, list(text.encode()) + ([END_TOKEN] if reason == "stop" else [])
+        if self.script.get("spelled"):
+            ids = [token for letter in text for token in chat._text_ids(letter)] + [chat.end_id]
+            return as_bytes, ids if reason == "stop" else ids[:-1]
+        prompt_ids = chat.prompt_ids(body["messages"], body.get("tools", []), body.get("chat_template_kwargs"))
+        ids = chat.completion_ids(prompt_ids, reasoning, content)
+        return prompt_ids, ids if reason == "stop" else ids[:-1]
 
 
 class _Server(ThreadingHTTPServer):
@@ -108,12 +131,14 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         stub = self.server.stub
         if self.path == "/v1/models":
-            model = {"id": stub.script.get("model", "stub-model"), "object": "model"}
+            model = {"id": stub.script.get("model", "stub-model"), "object": "model"} | stub.script.get("listed", {})
             if stub.script.get("max_model_len"):
                 model["max_model_len"] = stub.script["max_model_len"]
             self._send(200, {"object": "list", "data": [model]})
         elif self.path == "/stats":
             self._send(200, {"requests": len(stub.calls), "most_in_flight": stub.most_in_flight})
+        elif self.path in stub.script.get("paths", {}):
+            self._send(200, stub.script["paths"][self.path])
         else:
             self._send(404, {"error": {"message": "not here"}})
 
@@ -136,6 +161,11 @@ class _Handler(BaseHTTPRequestHandler):
         elif "status" in step:
             error = {"error": {"message": step.get("message", f"scripted {step['status']}")}}
             self._send(step["status"], error, step.get("headers", {}))
+        elif refused := [name for name in stub.script.get("refuses", []) if name in body]:
+            items = [{"type": "extra_forbidden", "loc": ["body", name], "msg": "Extra inputs are not permitted"}
+                     for name in refused]
+            said = {"detail": items} if stub.script.get("refuses_detail") else {"error": {"message": str(items)}}
+            self._send(stub.script.get("refuses_status", 400), said)
         elif "raw" in step:
             self._send(200, step["raw"])
         else:

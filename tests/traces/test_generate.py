@@ -19,6 +19,7 @@ from eagle3.common.errors import PreconditionError, StageError
 from eagle3.common.options import GenerateOptions
 from eagle3.common.script import run_script
 from eagle3.traces import trace_rows
+from eagle3.traces.chat import load_chat
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "01_generate_synthetic.py"
@@ -181,29 +182,30 @@ def test_unwanted_reasoning_and_empty_replies_are_skipped(stage_01, tmp_path):
                        "id-filtered#0": "finish_reason content_filter"}
 
 
-def test_nothing_but_skips_is_a_failure(stage_01, tmp_path):
+def test_nothing_but_skips_is_a_failure_and_none_is_written_off(stage_01, tmp_path):
     write_prompts(tmp_path, "a", "b")
     with Stub({"default": {"content": ""}}) as stub:
-        assert stage_01(stub) == 4
-        assert stage_01(stub) == 4
-        assert len(stub.calls) == 2
-    assert manifest(tmp_path)["status"] == "partial"
+        assert stage_01(stub) == 3
+        assert stage_01(stub) == 3
+        assert len(stub.calls) == 4
+    assert manifest(tmp_path)["status"] == "failed" and lines(tmp_path, "skipped") == []
     assert "2 × empty" in log(tmp_path)
+    with Stub() as mended:
+        assert stage_01(mended) == 0
+    assert len(lines(tmp_path)) == 2
 
 
 # --- the template -----------------------------------------------------------------------------------------
 
 
 def test_without_the_servers_ids_the_template_makes_them(stage_01, tmp_path, tiny_model):
-    from eagle3.traces.chat import load_chat
-
     write_prompts(tmp_path, "plain", "thought")
-    with Stub({"token_ids": False, "replies": {"thought": [{"reasoning": "a", "content": "b"}]}}) as stub:
+    chat = load_chat(tiny_model)
+    with Stub({"token_ids": False, "chat": chat, "replies": {"thought": [{"reasoning": "a", "content": "b"}]}}) as stub:
         assert stage_01(stub) == 3  # no ids and no tokenizer
         assert "--model" in log(tmp_path)
         assert stage_01(stub, "--model", str(tiny_model), "--out", str(tmp_path / "run/01_traces_2")) == 0
     rows = {row["id"]: row for row in trace_rows.read_traces(tmp_path / "run/01_traces_2/traces.jsonl")}
-    chat = load_chat(tiny_model)
     texts = {name: chat.decode(row["completion_token_ids"]) for name, row in rows.items()}
     assert texts == {"id-plain#0": answer_to("plain") + "<|im_end|>", "id-thought#0": "<think>a</think>b<|im_end|>"}
     assert {row["token_source"] for row in rows.values()} == {"template"}
@@ -211,8 +213,6 @@ def test_without_the_servers_ids_the_template_makes_them(stage_01, tmp_path, tin
 
 
 def test_prompts_are_measured_before_they_are_sent(stage_01, tmp_path, tiny_model):
-    from eagle3.traces.chat import load_chat
-
     chat = load_chat(tiny_model)
     frame = len(chat.prompt_ids([{"role": "user", "content": ""}], []))
     word = "ÿ"  # two tokens of one byte each
@@ -220,7 +220,7 @@ def test_prompts_are_measured_before_they_are_sent(stage_01, tmp_path, tiny_mode
     lengths = {n: len(chat.prompt_ids([{"role": "user", "content": text}], [])) for n, text in texts.items()}
     assert lengths == {500: 500, 512: 512, 600: 600}
     write_prompts(tmp_path, *({"id": str(n), "prompt": text} for n, text in texts.items()))
-    with Stub({"max_model_len": 512}) as stub:
+    with Stub({"max_model_len": 512, "chat": chat, "spelled": True}) as stub:
         assert stage_01(stub, "--model", str(tiny_model), "--max-tokens", "256") == 0
         assert [body["max_tokens"] for body in stub.bodies] == [12]
     (row,) = lines(tmp_path)
@@ -234,7 +234,7 @@ def test_prompts_are_measured_before_they_are_sent(stage_01, tmp_path, tiny_mode
 def test_a_row_that_the_template_refuses_is_skipped_with_its_message(stage_01, tmp_path, tiny_model):
     refused = {"id": "r", "messages": [{"role": "assistant", "content": "Hi"}, {"role": "user", "content": "Hm"}]}
     write_prompts(tmp_path, refused, "good")
-    with Stub() as stub:
+    with Stub({"chat": load_chat(tiny_model)}) as stub:
         assert stage_01(stub, "--model", str(tiny_model)) == 0
         assert stub.calls == ["good"]
         (row,) = lines(tmp_path, "skipped")
@@ -309,7 +309,7 @@ def test_another_model_folder_is_refused(stage_01, tmp_path, tiny_model):
     shutil.copytree(tiny_model, other)
     with open(other / "generation_config.json", "a") as file:
         file.write("\n")
-    with Stub() as stub:
+    with Stub({"chat": load_chat(tiny_model)}) as stub:
         assert stage_01(stub, "--model", str(tiny_model)) == 0
         assert stage_01(stub, "--model", str(other)) == 3
         assert len(stub.calls) == 1

@@ -10,6 +10,7 @@ from test_generate import by_id, lines, log, manifest, script, stage_01, write_p
 
 from eagle3.common.errors import PreconditionError
 from eagle3.common.options import GenerateSection
+from eagle3.traces.chat import load_chat
 from eagle3.traces.sampling import Mix
 
 QUICK = ["--retries", "1"]
@@ -208,7 +209,7 @@ def test_generated_tool_calls_with_results_stay_as_they_are(stage_01, tmp_path):
 
 def test_ids_are_compared_with_the_templates(stage_01, tmp_path, tiny_model):  # noqa: F811
     write_prompts(tmp_path, *[f"q{i}" for i in range(5)])
-    with Stub() as stub:  # its ids are bytes
+    with Stub({"chat": load_chat(tiny_model), "spelled": True}) as stub:  # the same texts in other tokens
         assert stage_01(stub, "--model", str(tiny_model), "--check-tokens", "3") == 0
     found = manifest(tmp_path)["token_check"]
     assert (found["checked"], found["prompts_differ"], found["completions_differ"]) == (3, 3, 3)
@@ -216,8 +217,6 @@ def test_ids_are_compared_with_the_templates(stage_01, tmp_path, tiny_model):  #
 
 
 def test_equal_ids_are_reported_as_such(stage_01, tmp_path, tiny_model):  # noqa: F811
-    from eagle3.traces.chat import load_chat
-
     write_prompts(tmp_path, "q0")
     chat = load_chat(tiny_model)
     prompt = chat.prompt_ids([{"role": "user", "content": "q0"}], [])
