@@ -46,6 +46,7 @@ class Stub:
         self.calls: list[str] = []
         self.bodies: list[dict[str, Any]] = []
         self.authorization: list[str] = []
+        self.lines: list[str] = []  # of all requests, as they came: "GET /v1/models"
         self.in_flight = self.most_in_flight = 0
         self.dead = False
         self._lock = threading.Lock()
@@ -102,6 +103,11 @@ class Stub:
 
     def _token_ids(self, body: dict[str, Any], reasoning: str | None, content: str | None, reason: str | None
                    ) -> tuple[list[int], list[int]]:
+        with self._lock:  # tokenizers have a state while they work
+            return self._token_ids_of(body, reasoning, content, reason)
+
+    def _token_ids_of(self, body: dict[str, Any], reasoning: str | None, content: str | None, reason: str | None
+                      ) -> tuple[list[int], list[int]]:
         chat, text = self.script.get("chat"), (reasoning or "") + (content or "")
         as_bytes = list(json.dumps(body["messages"]).encode())
         if chat is None:
@@ -130,6 +136,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         stub = self.server.stub
+        self._note_line()
         if self.path == "/v1/models":
             model = {"id": stub.script.get("model", "stub-model"), "object": "model"} | stub.script.get("listed", {})
             if stub.script.get("max_model_len"):
@@ -144,6 +151,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         stub = self.server.stub
+        self._note_line()
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         stub.authorization.append(self.headers.get("Authorization", ""))
         text = str([m for m in body["messages"] if m["role"] == "user"][-1]["content"])
@@ -153,6 +161,12 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(body, text, step)
         finally:
             stub.in_flight -= 1
+
+    def _note_line(self) -> None:
+        """Note what was asked; a proxy is asked for a whole address, and answers as that server would."""
+        self.server.stub.lines.append(f"{self.command} {self.path}")
+        if "://" in self.path:
+            self.path = "/" + self.path.split("/", 3)[3]
 
     def _answer(self, body: dict[str, Any], text: str, step: dict[str, Any]) -> None:
         stub = self.server.stub

@@ -29,6 +29,12 @@ BODY = {
 }
 
 
+def told(error, well, outcome):
+    """Return the outcome of an error that says what it has to."""
+    assert well, error
+    return outcome
+
+
 def bodies():
     """Return sound bodies of several forms, of which the others are made."""
     parts, calls, error = copy.deepcopy(BODY), copy.deepcopy(BODY), {"error": {"message": "no", "code": 502}}
@@ -56,9 +62,7 @@ def test_any_body_is_a_reply_or_says_why_not(chat):
         try:
             reply = parse_reply(text, ("<think>", "</think>"))
         except BadReply as bad:
-            assert bad.reason in ("bad reply", "error in the reply") and bad.detail
-            assert len(bad.detail) < 700
-            return "refused"
+            return told(bad, bad.detail and len(bad.detail) < 700, "refused")
         if reason_to_fail(reply):
             return "fails"
         maker = TraceMaker(section, chat, "m")  # a new one: with so many bad ones, the run would stop
@@ -67,8 +71,7 @@ def test_any_body_is_a_reply_or_says_why_not(chat):
         try:
             row = maker.row(request, reply, [1, 2], 64)
         except NoTrace as none:
-            assert none.reason
-            return "skipped"
+            return told(none, none.reason, "skipped")
         files.encode_line(row).decode("ascii")
         assert json.loads(json.dumps(row, allow_nan=False)) == row
         return "trace"
@@ -92,7 +95,8 @@ ROWS = [
      "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}], "source": "s"},
     {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": None, "tool_calls": [CALL]},
                   {"role": "tool", "tool_call_id": "1", "content": "42"}]},
-    {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "ho"}, {"from": "human", "value": "x"}]},
+    {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "ho"}, {"from": "human", "value": "x"}]
+     },
     {"messages": [{"role": "assistant", "content": "Hi"}, {"role": "user", "content": "Hm"}]},  # refused by templates
     {"prompt": "Hi", "system": "s"}, {"prompt": ["one", "two"], "prompt_id": 1},
     {"question_id": 81, "category": "c", "turns": ["one", "two"]},
@@ -113,8 +117,9 @@ def test_any_row_is_asked_dropped_or_refused_with_its_place(tmp_path, chat):
             counts = source.scan()
             (conversation,) = source
         except StageError as error:
-            assert error.exit_code in (2, 3) and str(path) in str(error.parts["where"]), error
-            return "dropped" if error.what == "no prompts" and "dropped: 1" in str(error) else "refused"
+            dropped = error.what == "no prompts" and "dropped: 1" in str(error)
+            return told(error, error.exit_code in (2, 3) and str(path) in str(error.parts["where"]),
+                        "dropped" if dropped else "refused")
         assert counts.replies == len(conversation.asked)
         # what is asked can be sent, and the template takes it or says why not
         asked = conversation.messages[: conversation.asked[0]]
@@ -135,13 +140,13 @@ def test_any_row_is_asked_dropped_or_refused_with_its_place(tmp_path, chat):
 def test_any_address_is_one_or_is_refused():
     def read(number):
         nonsense = Nonsense(number)
-        text = "".join(nonsense.chance.choice(("http", "https", "://", ":", "/", "[", "]", "127.0.0.1", "v1", "8000", "@",
-                                               "?", "#", " ", "é", "\x00", "-1", "99999")) for _ in range(6))
+        parts = ("http", "https", "://", ":", "/", "[", "]", "127.0.0.1", "v1", "8000", "@", "?", "#", " ", "é", "\x00",
+                 "-1", "99999")
+        text = "".join(nonsense.chance.choice(parts) for _ in range(6))
         try:
             assert client.base_url(text).endswith("/v1")
         except StageError as error:
-            assert error.exit_code == 2
-            return "refused"
+            return told(error, error.exit_code == 2, "refused")
         return "address"
 
     assert set(outcomes(2000, read)) == {"address", "refused"}
