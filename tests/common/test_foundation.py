@@ -54,6 +54,14 @@ def test_flag_beats_file_beats_default(tmp_path):
         ("train: 3\n", ["train", "a section must hold options"]),
         ("- 1\n", ["must hold sections"]),
         ("a: [\n", ["not YAML"]),
+        ("train: 2001-99-99\n", ["not YAML"]),
+        ("train:\n  lr: !!float x\n", ["not YAML"]),
+        ("train:\n  lr: .inf\n", ["train.lr", "float"]),
+        (f"train:\n  epochs: 0x{'f' * 5000}\n", ["train.epochs", "int"]),
+        ("train:\n  states: \"a\\0b\"\n", ["train.states", "NUL"]),
+        ("generate:\n  endpoint: \"'\"\n", ["generate.endpoint", "quotation"]),
+        ("generate:\n  chat_template_kwargs: {a: 2001-01-01}\n", ["generate.chat_template_kwargs", "JSON"]),
+        ("engine:\n  env: {A: [1]}\n", ["engine.env", "texts"]),
     ],
 )
 def test_a_wrong_file_is_refused_whatever_section_it_is_in(tmp_path, text, words):
@@ -79,9 +87,27 @@ def test_an_unknown_flag_names_the_nearest():
 
 
 def test_flags_are_checked_like_the_file():
-    for arguments, word in ((["--epochs", "0"], "at least 1"), (["--lr", "fast"], "float"), (["--lr"], "argument")):
+    for arguments, word in (
+        (["--epochs", "0"], "at least 1"), (["--lr", "fast"], "float"), (["--lr"], "argument"),
+        (["--lr", "nan"], "float"),
+        (["--adam-betas", "0.9"], "wrong number of values"), (["--adam-betas", "0.9", "0.95", "0.99"], "wrong number"),
+        (["--adam-betas", "2", "3"], "too large"), (["--adam-betas", "-0.1", "0.9"], "too small"),
+    ):
         with pytest.raises(UsageError, match=word):
             parse(TrainOptions, *arguments)
+
+
+@pytest.mark.parametrize(("arguments", "code"), [
+    (["--run-dir", "/proc/nope"], 3), (["--run-dir", "{here}/file"], 3), (["--run-dir", "{here}/file/x"], 3),
+    (["--run-dir", "{here}/" + "x" * 300], 3), (["--run-dir", "{here}/run", "--out", "/proc/nope"], 3),
+    (["--run-dir", "{here}/run", "--adam-betas", "2", "3"], 2)])
+def test_a_place_where_nothing_can_lie_and_a_value_that_cannot_be_have_their_codes(tmp_path, capsys, arguments, code):
+    from eagle3.common.script import run_script
+
+    (tmp_path / "file").touch()
+    argv = ["04_train.py", *(word.format(here=tmp_path) for word in arguments)]
+    assert run_script("", TrainOptions, lambda _, stage: stage.open(inputs={}), argv) == code
+    assert "fix:" in capsys.readouterr().err
 
 
 def test_lists_dictionaries_and_engine_arguments_on_the_command_line():

@@ -227,7 +227,7 @@ def page(drafts, accepted, positions=()):
 def test_acceptance_length_is_pooled_over_rounds():
     assert Counters(10, 30, 15).acceptance_length() == 2.5
     replies = [{"spec_verify_ct": 10, "completion_tokens": 30}, {"spec_verify_ct": 1, "completion_tokens": 1}]
-    assert counters.from_meta_info(replies).acceptance_length() == pytest.approx(31 / 11)  # not (3 + 1) / 2
+    assert counters.from_meta_info(replies).acceptance_length() == pytest.approx(30 / 11)  # not (2.9 + 1) / 2
 
 
 def test_counters_are_differences():
@@ -256,6 +256,42 @@ def test_missing_counters_are_unavailable_not_zero():
 def test_restarted_server_is_an_error():
     with pytest.raises(PreconditionError, match="restarted"):
         counters.difference(Counters(100, 300, 200), Counters(10, 30, 15))
+
+
+SGLANG_NAMES = {
+    "0.5.10": ("spec_draft_token_num", "spec_accept_token_num"),
+    "0.5.11": ("spec_proposed_drafts", "spec_accepted_drafts"),
+    "0.5.12": ("spec_num_proposed_drafts", "spec_num_correct_drafts"),
+}
+
+
+@pytest.mark.parametrize("version", SGLANG_NAMES)
+def test_every_sglang_counts_the_first_token_to_the_prefill(version):
+    proposed, accepted = SGLANG_NAMES[version]
+    meta = {"completion_tokens": 30, "spec_verify_ct": 10, proposed: 30, accepted: 19, "spec_accept_length": 3.0}
+    meta |= {"spec_correct_drafts_histogram": [1, 2, 4, 3]} if version == "0.5.12" else {}
+    counted = counters.from_meta_info([meta] * 4)
+    assert (counted.accepted, counted.draft_tokens) == (76, 120)
+    assert counted.acceptance_length() == pytest.approx(2.9)
+    assert counted.by_position == ((36, 28, 12) if version == "0.5.12" else ())  # the older ones do not tell
+    assert counters.from_meta_info([{"completion_tokens": 30, "spec_verify_ct": 10}]).accepted == 19
+
+
+def test_positions_are_told_only_if_every_reply_has_them():
+    meta = {"completion_tokens": 4, "spec_verify_ct": 1, "spec_num_correct_drafts": 2}
+    assert counters.from_meta_info([meta | {"spec_correct_drafts_histogram": [0, 0, 1]}, meta]).by_position == ()
+
+
+@pytest.mark.parametrize("change", [{"spec_verify_ct": "10"}, {"spec_verify_ct": None}, {"spec_verify_ct": -1},
+                                    {"spec_num_correct_drafts": [1]}, {"spec_correct_drafts_histogram": 5},
+                                    {"spec_correct_drafts_histogram": ["a"]}, {"spec_num_correct_drafts": 1e400}])
+def test_figures_that_are_no_numbers_are_unavailable(change):
+    assert counters.from_meta_info([{"completion_tokens": 30, "spec_verify_ct": 10} | change]) is None
+
+
+def test_a_page_with_odd_values_is_read_without_them():
+    odd = page(1, 2) + 'vllm:spec_decode_num_drafts_total{engine="1"} NaN\nvllm:spec_decode_num_drafts_total many\n'
+    assert counters.parse(odd) == Counters(1, 3, 2)
 
 
 def test_sglang_histogram_becomes_acceptance_by_position():

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 TEXTS = ("", " ", "a", "Hello", "user", "assistant", "null", "None", "0", "-1", "1e400", "[", "{}",
-         '[{"role": "user"}]', "\u2028", "\x85", "\x0c", "\x00", "\ud800", "\ufffd", "<think>", "</think>", "é" * 40, "x" * 300, "'", '"',
-         "\\", "\n", "%s", "{0}", "text", "stop", "length", "image", "~", "!!int x", "2001-99-99", "&a [*a]")
+         '[{"role": "user"}]', "\u2028", "\x85", "\x0c", "\x00", "\ud800", "\ufffd", "<think>", "</think>", "é" * 40,
+         "x" * 300, "'", '"', "\\", "\n", "%s", "{0}", "text", "stop", "length", "image", "~", "!!int x", "2001-99-99",
+         "&a [*a]")
 NUMBERS = (0, 1, -1, 3, 256, 10**9, 2**31, 2**63, 10**30, 0.5, -0.0, 1e308, float("inf"), float("-inf"), float("nan"))
 
 

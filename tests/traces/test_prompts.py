@@ -378,6 +378,54 @@ def test_a_row_names_its_own_source_and_id(tmp_path):
     assert [(each.id, each.source) for each in source(path)] == [("7", "mine"), ("8", "p.jsonl")]
 
 
+SPECBENCH = [{"question_id": 81 + i, "category": "writing", "turns": [f"write {i}", f"again {i}"]} for i in range(3)]
+MTBENCH = [{"category": "writing", "prompt": [f"write {i}", f"again {i}"], "reference": [], "prompt_id": i}
+           for i in range(3)]
+
+
+@pytest.mark.parametrize(("rows", "ids"), [(SPECBENCH, ["81", "82", "83"]), (MTBENCH, ["0", "1", "2"])])
+def test_user_turns_of_benchmarks_are_a_conversation(tmp_path, rows, ids):
+    from eagle3.traces.prompts import read_prompts
+
+    path = write(tmp_path / "p.jsonl", *rows)
+    found = list(source(path))  # whatever --turns says: there is no reply in between to go on from
+    assert [each.id for each in found] == ids
+    for i, each in enumerate(found):
+        assert each.asked == (1, 3) and [each.prompt_id(0), each.prompt_id(1)] == [f"{ids[i]}#0", f"{ids[i]}#1"]
+        assert [message["content"] for message in each.messages] == [f"write {i}", None, f"again {i}"]
+    asked = read_prompts(path)  # of stage 06: replies to go on from are yet to be made
+    assert [(each.id, each.messages) for each in asked] == [
+        (f"{name}#0", [user(f"write {i}")]) for i, name in enumerate(ids)]
+
+
+def test_the_name_of_a_question_is_an_id_of_user_turns_only(tmp_path):
+    path = write(tmp_path / "p.jsonl", {"prompt_id": "same", "messages": [user("a")]},
+                 {"prompt_id": "same", "messages": [user("b")]})
+    assert len({each.id for each in source(path)} - {"same"}) == 2
+    with pytest.raises(PreconditionError, match="line 2: id"):
+        source(write(tmp_path / "p.jsonl", SPECBENCH[0], SPECBENCH[0] | {"turns": ["other"]})).scan()
+
+
+def test_messages_as_json_text_are_read(tmp_path):
+    path = write(tmp_path / "p.jsonl", {"id": "a", "messages": json.dumps([user("hello")])},
+                 {"id": "b", "conversations": json.dumps([{"from": "human", "value": "hello"}])})
+    assert [each.messages for each in source(path)] == [[user("hello")]] * 2
+
+
+def test_only_a_line_feed_ends_a_row(tmp_path):
+    texts = ["a\u2028b", "a\u2029b", "a\x85b", "a\x0cb\x0bc\x1ed", "plain"]
+    path = tmp_path / "p.jsonl"
+    path.write_text("".join(json.dumps({"id": str(i), "prompt": text}, ensure_ascii=False) + "\n"
+                            for i, text in enumerate(texts)), encoding="utf-8")
+    assert [each.messages[0]["content"] for each in source(path)] == texts
+
+
+def test_numbers_that_json_does_not_have_are_not_asked(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a", "tools": [{"x": NaN}]}\n{"prompt": "b"}\n')
+    assert source(path).scan().dropped == {"not a number": 1}
+
+
 MALFORMED = [
     ({"messages": [{"role": "my_model", "content": "x"}]}, ["messages[0].role", "my_model", "assistant", "--role-map"]),
     ({"messages": [{"role": 5, "content": "x"}]}, ["messages[0].role", "int"]),

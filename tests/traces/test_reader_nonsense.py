@@ -95,8 +95,7 @@ ROWS = [
      "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}], "source": "s"},
     {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": None, "tool_calls": [CALL]},
                   {"role": "tool", "tool_call_id": "1", "content": "42"}]},
-    {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "ho"}, {"from": "human", "value": "x"}]
-     },
+    {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}, {"from": "user", "value": "c"}]},
     {"messages": [{"role": "assistant", "content": "Hi"}, {"role": "user", "content": "Hm"}]},  # refused by templates
     {"prompt": "Hi", "system": "s"}, {"prompt": ["one", "two"], "prompt_id": 1},
     {"question_id": 81, "category": "c", "turns": ["one", "two"]},

@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from support.stub_server import Stub
+from support.stub_server import Stub, answer_to
 from test_generate import by_id, lines, log, manifest, script, stage_01, write_prompts  # noqa: F401
 
 from eagle3.common.errors import PreconditionError
@@ -369,6 +369,29 @@ def test_no_think_tag_is_invented(stage_01, tmp_path, tiny_model):  # noqa: F811
     with Stub({"replies": {"thinks": [exact], "plain": [exact]}}) as stub:
         assert stage_01(stub, "--model", str(folder)) == 0
     assert {row["token_source"] for row in lines(tmp_path)} == {"server"}
+
+
+# --- conversations of user turns --------------------------------------------------------------------------
+
+
+def test_user_turns_are_answered_one_after_the_other(stage_01, tmp_path):  # noqa: F811
+    write_prompts(tmp_path, {"question_id": 81, "turns": ["write", "again", "more"]})
+    with Stub() as stub:
+        assert stage_01(stub) == 0
+        said = [[message["content"] for message in body["messages"]] for body in stub.bodies]
+    assert said[2] == ["write", answer_to("write"), "again", answer_to("again"), "more"]
+    assert list(by_id(tmp_path)) == ["81#0", "81#1", "81#2"]
+
+
+def test_separators_in_texts_survive_the_stage(stage_01, tmp_path):  # noqa: F811
+    texts = ["a\u2028b", "a\u2029b", "a\x85b", "a\x0cb\x0bc\x1ed"]
+    (tmp_path / "prompts.jsonl").write_text("".join(
+        json.dumps({"id": str(i), "prompt": text}, ensure_ascii=False) + "\n" for i, text in enumerate(texts)))
+    with Stub() as stub:
+        assert stage_01(stub) == 0 and stage_01(stub) == 0
+        assert sorted(stub.calls) == sorted(texts)
+    rows = by_id(tmp_path)
+    assert [rows[f"{i}#0"]["content"] for i in range(4)] == [answer_to(text) for text in texts]
 
 
 # --- one way to a server ----------------------------------------------------------------------------------
