@@ -59,6 +59,7 @@ class Generator:
         self.maker = TraceMaker(section, chat, self.model)
         self._failed_in_row, self._answered = 0, False
         self._held = HeldBack(ledger.settings)
+        self._rows: list[tuple[str, dict[str, Any]]] = []
         self._tokens, self._started = 0, time.monotonic()
         self._said: set[str] = set()
         self._queue: asyncio.Queue[tuple[str, dict[str, Any], asyncio.Future[None]] | None] = asyncio.Queue()
@@ -92,6 +93,7 @@ class Generator:
         async with asyncio.TaskGroup() as group:
             for _ in range(self.section.concurrency):
                 group.create_task(self._work(todo))
+        await self._keep_contradicting()
         for record in self._held.left():
             await self._record("skipped", record)
 
@@ -144,14 +146,29 @@ class Generator:
         self._tokens += reply.tokens
         self.came_of_it["tagged"] += reply.tagged
         try:
-            row = self.maker.row(request, reply, prompt_ids, max_tokens)
+            row, contradicts = self.maker.row(request, reply, prompt_ids, max_tokens)
         except NoTrace as none:
             return await self._skip(request, none.reason, none.detail, finish_reason=reply.finish_reason,
                                     tokens=reply.tokens)
-        for held in self._held.release(request.setting.name):
+        if contradicts:
+            self._rows.append((request.setting.name, row))
+        else:
+            await self._keep(request.setting.name, row)
+        if self.maker.proof.texts_judged:
+            await self._keep_contradicting()
+        return reply
+
+    async def _keep(self, setting: str, row: dict[str, Any]) -> None:
+        """Record a trace; what was skipped with its setting before are single cases then, and recorded too."""
+        for held in self._held.release(setting):
             await self._record("skipped", held)
         await self._record("traces", row)
-        return reply
+
+    async def _keep_contradicting(self) -> None:
+        """Record the traces whose text contradicts their ids; the first wait until it shows that they are few."""
+        waiting, self._rows = self._rows, []
+        for setting, row in waiting:
+            await self._keep(setting, row)
 
     def _room(self, prompt_ids: list[int] | None, wanted: int) -> int:
         """Return the longest reply to ask for; 0 or less when the prompt leaves no room."""

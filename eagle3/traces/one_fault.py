@@ -17,7 +17,7 @@ ENOUGH = 20  # replies without a trace after which none is expected
 _PARSER = ("start the server with its reasoning parser (vLLM: --reasoning-parser NAME, with --serve in --serve-args), "
            "switch thinking on with --chat-template-kwargs, or use --reasoning optional")
 _IDS = "let the server return token ids (vLLM does, and so it does behind a gateway that passes return_token_ids on)"
-_DOUBTS = (token_proof.COUNT_DIFFERS, token_proof.TEXT_DIFFERS, token_proof.NO_COUNT)
+_DOUBTS = (token_proof.COUNT_DIFFERS, token_proof.NO_COUNT)
 # What makes every reply end so.
 _SETTINGS = {
     "truncated": "raise --max-tokens (a reply that is cut in its reasoning is no example), switch thinking off with "
@@ -30,7 +30,6 @@ _SETTINGS = {
     "reasoning without token ids": _IDS + ", or name the folder of the model that is served with --model",
     token_proof.COUNT_DIFFERS: _IDS + ", or name the folder of the model that is served with --model",
     token_proof.NO_COUNT: _IDS + ", or usage with each reply",
-    token_proof.TEXT_DIFFERS: "name the folder of the model that is served with --model",
 }
 
 

@@ -2,8 +2,9 @@
 
 The server's own ids are held against the text that it returns beside them, and against the verifier's vocabulary. Ids
 that the template and the tokenizer make of a text are held against the server's counts: a parser that strips white
-space, another template, or another spelling of the same text shows there. What does not agree gives no trace; where
-more than a few do not agree, the run stops, since then a setting is wrong.
+space, another template, or another spelling of the same text shows there, and gives no trace. A text that does not
+agree with the server's ids gives one, since the ids are the engine's word; it is told. Where more than a few do not
+agree, the run stops, since then a setting is wrong.
 """
 
 from typing import Any
@@ -44,10 +45,15 @@ class TokenProof:
                 return f"id {token}, of {size} in the verifier's vocabulary"
         return ""
 
-    def doubt(self, reply: Reply, prompt_ids: list[int], completion_ids: list[int]) -> tuple[str, str]:
-        """Return why these ids are not to be believed, as (reason, detail), or ("", "").
+    @property
+    def texts_judged(self) -> bool:
+        """Whether so many texts were compared that ids of another model would have shown."""
+        return self.figures["texts"] >= ENOUGH
 
-        Raises PreconditionError when too many replies are not.
+    def doubt(self, reply: Reply, prompt_ids: list[int], completion_ids: list[int]) -> tuple[str, str]:
+        """Return what does not agree, as (reason, detail), or ("", "").
+
+        Raises PreconditionError when too many replies do not.
         """
         if reply.exact:
             return self._against_text(reply)
@@ -61,10 +67,11 @@ class TokenProof:
 
     def report(self) -> None:
         """Say what did not agree."""
-        for kind, reason in (("counts", COUNT_DIFFERS), ("texts", TEXT_DIFFERS)):
+        for kind, reason, then in (("counts", COUNT_DIFFERS, "which give no trace"), ("texts", TEXT_DIFFERS,
+                                   "of which the ids are used, since they are the server's")):
             if differ := self.figures[f"{kind}_differ"]:
-                logger.warning("%s in %d of %d replies, which give no trace; the first: %s", reason, differ,
-                               self.figures[kind], self.figures["examples"][kind])
+                logger.warning("%s in %d of %d replies, %s; the first: %s", reason, differ, self.figures[kind], then,
+                               self.figures["examples"][kind])
 
     def _against_text(self, reply: Reply) -> tuple[str, str]:
         if self._chat is None or not reply.completion_ids:

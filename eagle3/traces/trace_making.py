@@ -10,7 +10,7 @@ from eagle3.common.options import GenerateSection
 from eagle3.traces.chat import Chat, TemplateRefusal
 from eagle3.traces.replies import Reply, reason_to_skip
 from eagle3.traces.token_check import TokenCheck
-from eagle3.traces.token_proof import TokenProof
+from eagle3.traces.token_proof import TEXT_DIFFERS, TokenProof
 from eagle3.traces.trace_rows import sealed
 from eagle3.traces.worklist import Request
 
@@ -40,8 +40,13 @@ class TraceMaker:
         self.other_names: Counter[str] = Counter()
         self._replies, self._rendering_compared = 0, False
 
-    def row(self, request: Request, reply: Reply, prompt_ids: list[int] | None, max_tokens: int) -> dict[str, Any]:
-        """Return the trace of a reply; `prompt_ids` are the template's, None without one.
+    def row(
+        self, request: Request, reply: Reply, prompt_ids: list[int] | None, max_tokens: int
+    ) -> tuple[dict[str, Any], bool]:
+        """Return the trace of a reply, and whether its text contradicts its ids.
+
+        Args:
+            prompt_ids: the template's, None without one.
 
         Raises:
             NoTrace: the reply is no example, or its token ids are not to be believed.
@@ -52,9 +57,9 @@ class TraceMaker:
             raise NoTrace(reason)
         known, completion = self._token_ids(reply, prompt_ids)
         reason, detail = self.proof.doubt(reply, known, completion)
-        if reason:
+        if reason and reason != TEXT_DIFFERS:
             raise NoTrace(reason, detail)
-        return sealed({
+        row = sealed({
             "id": request.id,
             "key": request.key,
             "source": request.source,
@@ -71,6 +76,7 @@ class TraceMaker:
             "token_source": "server" if reply.exact else "template",
             "usage": reply.usage,
         })
+        return row, reason == TEXT_DIFFERS
 
     def report(self) -> None:
         """Say what did not agree."""

@@ -69,7 +69,7 @@ def test_any_body_is_a_reply_or_says_why_not(chat):
         if maker.proof.beyond_vocabulary(reply):
             return "beyond the vocabulary"
         try:
-            row = maker.row(request, reply, [1, 2], 64)
+            row, _ = maker.row(request, reply, [1, 2], 64)
         except NoTrace as none:
             return told(none, none.reason, "skipped")
         files.encode_line(row).decode("ascii")
