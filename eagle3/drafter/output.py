@@ -52,7 +52,7 @@ class Output:
         """Return what differs from an RMS norm and a matrix, empty if nothing does."""
         said = ["layer norm"] * self.layer_norm + ["1 + w in the norm"] * bool(self.norm_offset)
         said += [f"logits x {self.scale:.6g}"] * (self.scale != 1.0)
-        return ", ".join(said + [f"soft cap {self.softcap:g}"] * bool(self.softcap))
+        return ", ".join(said + [f"soft cap {cap:g}" for cap in [self.softcap] if cap])
 
 
 def keys_of(model_type: str) -> tuple[str, ...]:

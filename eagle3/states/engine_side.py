@@ -194,16 +194,8 @@ class TransformersBackend:
 
     def __init__(self, settings: CaptureSettings) -> None:
         import torch
-        from transformers import AutoModelForCausalLM
 
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.model = AutoModelForCausalLM.from_pretrained(
-            settings.model,
-            dtype=getattr(torch, settings.dtype),
-            trust_remote_code=settings.trust_remote_code,
-            attn_implementation="sdpa",
-        ).to(device)
-        self.model.eval()
+        self.model = _in_transformers(settings).to("cuda" if torch.cuda.is_available() else "cpu").eval()
         self.recorder = Recorder(self.model, settings.layers, settings.num_layers)
         self.path = self.recorder.path
         self.writer = Writer.of(settings)
@@ -242,6 +234,22 @@ class TransformersBackend:
 
         with torch.inference_mode():
             return self.model(torch.tensor([ids], device=self.model.device), use_cache=False).logits[0].float()
+
+
+def _in_transformers(settings: CaptureSettings) -> Any:
+    """Return transformers' model; wrappers for images have another class, some models (gpt-oss) no fused attention."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    errors = []
+    for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        for attention in ("sdpa", "eager"):
+            try:
+                return kind.from_pretrained(settings.model, dtype=getattr(torch, settings.dtype),
+                                            trust_remote_code=settings.trust_remote_code, attn_implementation=attention)
+            except ValueError as error:
+                errors.append(error)
+    raise errors[0]
 
 
 def main() -> None:
