@@ -63,7 +63,7 @@ def run(options: TrainOptions, stage: Stage) -> None:
     processes = Processes.start()
     if not processes.from_first(opened):
         return processes.stop()
-    store = StateStore(states)
+    store = StateStore(states, len(upstream["states"]["layers"]))
     _, _, masks = load_dataset(states)
     samples = batches.read_samples(store, masks, stage.common.limit)
     training, held_out = batches.split(samples, train.validation_fraction, train.seed)

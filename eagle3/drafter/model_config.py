@@ -128,7 +128,7 @@ def _require(text: dict[str, Any], where: Path) -> None:
             "the verifier's config.json lacks values, and transformers does not know its defaults", where=where,
             expected=f"keys {', '.join(missing)}", found=f"model_type {text.get('model_type')}",
             fix="add them, or update transformers if it has this model by now")
-    wrong = {name: text[name] for name in (*_SIZES, *_HEADS) if not _whole(text[name])}
+    wrong = {name: text[name] for name in (*_SIZES, *_HEADS) if text.get(name) is not None and not _whole(text[name])}
     if not isinstance(text[EPS], float | int) or not 0 <= text[EPS] < 1:
         wrong[EPS] = text[EPS]
     if (rope := _rope(text)).get("rope_theta", 0) <= 0:

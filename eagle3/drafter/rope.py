@@ -74,6 +74,8 @@ def angles(rope: dict[str, Any], head_dim: int) -> "tuple[np.ndarray, float] | N
     plain = 1.0 / theta ** (np.arange(0, rotated, 2) / rotated)
     if kind == "default":
         return plain, 1.0
+    if not rope["factor"] > 0:
+        raise ValueError(f"a RoPE factor of {rope['factor']}")
     slow = plain / rope["factor"]
     if kind == "linear":
         return slow, 1.0

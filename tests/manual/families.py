@@ -31,7 +31,7 @@ def attempt(name: str, work: Path, dtype: str) -> dict:
         captured = family_engine.states(model, work, "vllm", dtype)
         store, bound = captured.pop("store"), captured.pop("bound")
         found |= captured | {"good": captured["logprob_difference"] <= bound}
-        if not (name == "kimi-k2.5"):  # transformers 5.19 does not load the names of published checkpoints
+        if name != "kimi-k2.5":  # transformers 5.19 does not load the names of published checkpoints
             reference = family_engine.states(model, work, "hf", "float32")
             found["states_error"] = round(family_engine.error_of(store, reference["store"]), 6)
     except Exception as error:  # noqa: BLE001 - the table says what it was

@@ -3,14 +3,21 @@
 Everything is compared with transformers' own model in float32. docs/verifiers.md has the table.
 """
 
+import hashlib
+import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from support import family_engine
 from support.families import FAMILIES, LAYERS
+from support.pipeline import manifest, run_stage
 
 from eagle3.common import tensor_files
+from eagle3.common.errors import PreconditionError
 from eagle3.common.findings import FAIL
 from eagle3.common.options import ModelOptions, TrainSection
 from eagle3.drafter import export_checks, network, teacher, verifier, vocab
@@ -123,3 +130,63 @@ def test_the_doctor_names_norm_and_head(family):
     lines = look(Subject(model=ModelOptions(path=str(family.facts.folder))), [model_checks.check_model])
     assert [line.level for line in lines] == ["ok"] * 3, lines
     assert "norm.weight; " in lines[2].found and (str(family.facts.output) or "norm") in lines[2].found
+
+
+@pytest.mark.parametrize("name", ["granite", "gemma2", "cohere", "minicpm3"])
+def test_a_scale_or_cap_left_out_stops_the_capture_although_every_token_agrees(name, tmp_path):
+    """Case 52: the most likely token does not change, the probabilities do."""
+    captured = capture(FAMILIES[name].build(tmp_path / name), tmp_path / "states")
+    plain = replace(captured.facts, output=replace(captured.facts.output, scale=1.0, softcap=None))
+    check = AgreementCheck(plain, captured.store, 0.9, "float32", "float32")
+    check.add(captured.entries)
+    assert check.agreed == 3
+    with pytest.raises(PreconditionError, match="own probabilities"):
+        check.add_prompts(captured.backend.prove([*captured.sequences.items()]))
+
+
+def test_what_the_engine_says_stands_in_the_manifest_and_the_index(prepared):
+    states = prepared / "02_states"
+    said = manifest(states)
+    assert said["agreement"] == 1.0 and said["logprob_difference"] < 1e-3
+    assert said["logprobs_compared"] > 24 + 8 * 20  # each sample's next token, and the beginnings of eight
+    assert all(entry["next_logprob"] < 0 for entry in StateStore(states).index().values())
+
+
+def test_states_with_a_slot_too_many_are_named(prepared, tiny_model, tmp_path):
+    """Case 53: not a matmul error inside training."""
+    states = shutil.copytree(prepared / "02_states", tmp_path / "02_states")
+    store = StateStore(states)
+    hidden, ids = store.load(3)
+    save_file({"hidden_states": torch.cat([hidden, hidden[:, :1]], 1), "token_ids": ids}, store.path(3))
+    data = store.path(3).read_bytes()
+    store.append([store.index()[3] | {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}])
+    with pytest.raises(PreconditionError, match=r"\[tokens, 4, hidden\]"):
+        StateStore(states, 4).load(3)
+    StateStore(states, 5).load(3)
+    stopped = run_stage("04_train.py", "--run-dir", tmp_path, "--model", tiny_model, "--states", states, "--vocab",
+                        prepared / "03_vocab", "--epochs", 1, "--batch-tokens", 256, check=3)
+    assert "hs_3.safetensors" in stopped.stderr and "of other layers" in stopped.stderr
+
+
+@pytest.mark.parametrize("script", ["02_extract_hidden_states.py", "04_train.py"])
+def test_a_verifier_that_is_not_what_its_config_says_is_refused_before_anything_is_loaded(script, prepared, tiny_model,
+                                                                                         tmp_path):
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    tensors = load_file(model / "model.safetensors")
+    save_file(tensors | {"lm_head.bias": torch.zeros(1)}, model / "model.safetensors", metadata={"format": "pt"})
+    given = ["--backend", "hf", "--traces", prepared / "01_traces", "--layers", *map(str, CAPTURED)] if "02" in script \
+        else ["--states", prepared / "02_states", "--vocab", prepared / "03_vocab"]
+    stopped = run_stage(script, "--run-dir", tmp_path / "run", "--model", model, *given, check=3)
+    assert "lm_head.bias" in stopped.stderr and "loading the verifier" not in stopped.stderr
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("name", ["granite", "qwen3-vl", "gpt-oss"])
+def test_vllm_gives_the_same_states_and_probabilities_and_starts_with_a_drafter(name, tmp_path):
+    model = family_engine.build(name, tmp_path / "model")
+    found = family_engine.states(model, tmp_path, "vllm", "float32")
+    reference = family_engine.states(model, tmp_path, "hf", "float32")
+    assert found["agreement"] == 1.0 and found["logprob_difference"] < 1e-3
+    assert family_engine.error_of(found["store"], reference["store"]) < 1e-4
+    served = family_engine.serve(model, tmp_path, "float32")
+    assert served["tokens"] == 8 * 24 and served["drafts"] > 0

@@ -47,7 +47,7 @@ class Family:
             settings = {"tie_word_embeddings": False, **self.values, "text_config": sizes | self.inner | values}
         model = getattr(transformers, self.model)(getattr(transformers, self.config)(**settings)).float()
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
+            for parameter in model.parameters():
                 if parameter.dim() == 1:  # whatever starts as 0 or 1: norms, biases, sinks
                     parameter.add_(0.2 * torch.randn(parameter.shape))
         model.save_pretrained(folder)
