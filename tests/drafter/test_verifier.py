@@ -221,7 +221,8 @@ def test_vllm_reads_the_same_angles(given):
 # --- case 52: what a family does to its logits --------------------------------------------------------------
 
 CLASSES = {  # model_type: module and class of its final norm in transformers
-    "gemma": ("gemma", "GemmaRMSNorm"), "gemma2": ("gemma2", "Gemma2RMSNorm"), "gemma3_text": ("gemma3", "Gemma3RMSNorm"),
+    "gemma": ("gemma", "GemmaRMSNorm"), "gemma2": ("gemma2", "Gemma2RMSNorm"),
+    "gemma3_text": ("gemma3", "Gemma3RMSNorm"),
     "vaultgemma": ("vaultgemma", "VaultGemmaRMSNorm"), "qwen3_next": ("qwen3_next", "Qwen3NextRMSNorm"),
     "qwen3_5_text": ("qwen3_5", "Qwen3_5RMSNorm"), "qwen3_5_moe_text": ("qwen3_5_moe", "Qwen3_5MoeRMSNorm"),
     "nemotron": ("nemotron", "NemotronLayerNorm1P"), "cohere": ("cohere", "CohereLayerNorm"),
@@ -292,7 +293,7 @@ def test_seven_layers_are_enough_and_named_ones_are_taken(tiny_model):
 _NONSENSE = [None, True, False, 0, -1, 1, 2.5, 64.0, 1e400, float("nan"), "64", "", "x" * 50, [], [1], {}, {"a": 1},
              {"rope_type": "yarn"}, {"rope_type": ["yarn"], "factor": "x"}, {"full_attention": 3},
              {"full_attention": {"rope_theta": "a"}}, {"rope_theta": -1}, {"type": "llama3", "factor": 0},
-             {"rope_type": "yarn", "factor": -1, "rope_theta": 1.0}, ["LlamaForCausalLM"], {"model_type": 5}]  # fmt: skip
+             {"rope_type": "yarn", "factor": -1, "rope_theta": 1.0}, ["Llama"], {"model_type": 5}]  # fmt: skip
 
 
 def test_config_json_of_nonsense_is_a_verifier_or_an_error_that_says_so(tiny_model, tmp_path, monkeypatch):
