@@ -17,7 +17,7 @@ _TEXT = (
 
 
 def make_tiny_model(folder: Path) -> Path:
-    """Make a random Llama (8 layers, hidden 64, head 32, about 500 tokens) with a ChatML tokenizer; return its folder."""
+    """Make a random Llama (8 layers, hidden 64, head 32, about 500 tokens, ChatML) in a folder and return that."""
     import torch
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
