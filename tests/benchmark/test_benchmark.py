@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 from support.fake_engine import install
 from support.pages import block_matplotlib
+from support.project import ROOT
 
 from eagle3.benchmark import measurements, plan, prediction
 from eagle3.common import files
@@ -19,7 +20,6 @@ from eagle3.common.options import BenchmarkOptions, EngineOptions
 from eagle3.engines import launch
 from eagle3.training.acceptance import Acceptance
 
-ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = 6
 
 
