@@ -109,6 +109,12 @@ def test_server_that_dies_midway_and_resume(bench):
     failed = bench.run("--concurrency", "1", "2", FAKE_MODE="die")
     assert failed.returncode == 3 and "Segmentation fault in fake kernel" in failed.stderr
     assert bench.manifest()["status"] == "failed" and not (bench.out / "results.json").exists()
+    measured = sorted(path.stem for path in (bench.out / "runs").glob("*.json"))
+    resumed = bench.run("--concurrency", "1", "2")
+    assert resumed.returncode == 0, resumed.stderr
+    assert all(f"{name} is measured already" in resumed.stderr for name in measured)
+    assert [run["name"] for run in bench.results()["runs"]] == ["baseline_c1", "baseline_c2", "drafter-3_c1",
+                                                               "drafter-3_c2"]
 
 
 def test_finished_measurements_survive_a_kill(bench):
