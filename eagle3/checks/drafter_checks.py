@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from eagle3.checks.subject import FAIL, OK, WARN, Line, Subject
+from eagle3.checks.subject import Subject
 from eagle3.common import config, files, tensor_files, versions
-from eagle3.common.findings import Finding
+from eagle3.common.findings import FAIL, OK, WARN, Finding, said
 from eagle3.drafter import verifier
 from eagle3.drafter.checkpoint import Export, training_record
 from eagle3.drafter.flat_config import captured_ids
@@ -19,23 +19,23 @@ _CACHE_SEES_IDS_SINCE = (0, 17, 0)
 _SMOKE = "only a run on the engine tells: 05_fix_weight_keys.py --smoke"
 
 
-def check_drafter(subject: Subject) -> Iterator[Line]:
+def check_drafter(subject: Subject) -> Iterator[Finding]:
     """The drafter belongs to this verifier, and this engine loads all of it and feeds it the trained layers."""
     if subject.drafter is None:
         return
     export = read(subject, subject.drafter)
     if export.trained_ids is None:
-        yield Line(WARN, "drafter provenance", f"layers {export.ids or 'not named'}: unknown provenance, no record of "
+        yield said(WARN, "drafter provenance", f"layers {export.ids or 'not named'}: unknown provenance, no record of "
                    "a training beside it", _SMOKE)
     for finding in findings(export):
         told = finding.found or finding.reason
         expected = f"; expected {finding.expected}" if finding.expected and finding.status != OK else ""
-        yield Line(finding.status, f"drafter {finding.name}", told + expected, finding.fix)
+        yield said(finding.status, f"drafter {finding.name}", told + expected, finding.fix)
     yield from _as_in_training(subject)
     yield from _compile_cache(subject, export)
 
 
-def _as_in_training(subject: Subject) -> Iterator[Line]:
+def _as_in_training(subject: Subject) -> Iterator[Finding]:
     """Say whether tokenizer and template are those with which this run's states were made."""
     path = subject.run_dir / "02_states" / "manifest.json"
     recorded = (files.read_json(path).get("inputs") or {}).get("model") if path.is_file() else None
@@ -48,7 +48,7 @@ def _as_in_training(subject: Subject) -> Iterator[Line]:
         changed = [name for name in names if not (subject.folder / name).is_file()
                    or files.sha256_file(subject.folder / name) != recorded[name]]
         if changed:
-            yield Line(level, f"drafter {kind}", f"{', '.join(changed)} of {subject.folder} is not what the states of "
+            yield said(level, f"drafter {kind}", f"{', '.join(changed)} of {subject.folder} is not what the states of "
                        f"{path.parent} were made with: {effect}", "name the folder of the training with --model")
 
 
@@ -134,7 +134,7 @@ def positions_as_served(export: Export) -> Finding:
     return Finding(OK, f"{own} for {wanted}")
 
 
-def _compile_cache(subject: Subject, export: Export) -> Iterator[Line]:
+def _compile_cache(subject: Subject, export: Export) -> Iterator[Finding]:
     """An old vLLM takes compiled code from a time when the drafter had other layer ids."""
     if export.engine != "vllm" or not export.version or versions.numbers(export.version) >= _CACHE_SEES_IDS_SINCE:
         return
@@ -144,6 +144,6 @@ def _compile_cache(subject: Subject, export: Export) -> Iterator[Line]:
         return
     newest = max((os.stat(entry).st_mtime for entry in root.iterdir()), default=0.0)
     if newest and newest < (export.folder / "config.json").stat().st_mtime:
-        yield Line(WARN, "compile cache", f"{root} is older than the drafter's config.json; vLLM {export.version} does "
+        yield said(WARN, "compile cache", f"{root} is older than the drafter's config.json; vLLM {export.version} does "
                    "not see that auxiliary layer ids have changed",
                    f"rm -r {root}, or set VLLM_DISABLE_COMPILE_CACHE=1")

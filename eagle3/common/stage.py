@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import shlex
-import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -16,7 +15,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from eagle3.common import config, files, log, provenance, workers
+from eagle3.common import config, files, log, proofs, provenance, workers
+from eagle3.common import manifest as manifests
 from eagle3.common.errors import Interrupted, PreconditionError, StageError, StaleError
 from eagle3.common.interrupt import Interrupt
 from eagle3.common.lock import DirectoryLock
@@ -52,6 +52,7 @@ class Stage:
         self.run_dir = Path(self.common.run_dir or Path(self.common.out or ".").parent)
         self.directory = Path(self.common.out) if self.common.out else self.run_dir / self.name
         self.manifest: dict[str, Any] = {}
+        self._begun = False
         self._lock: DirectoryLock | None = None
         log_file = None if self.common.dry_run else self.run_dir / "logs" / f"{self.directory.name}.log"
         log.set_up(log_file, self.common.log_level)
@@ -71,7 +72,7 @@ class Stage:
 
         Args:
             planned: for a dry run before that stage has run at all: what of its manifest can be foreseen.
-        Raises PreconditionError when there is none or the stage has not completed.
+        Raises PreconditionError when there is none, the stage has not completed, or a file is not what it wrote.
         """
         if self.common.dry_run and planned and not directory.exists() and (foreseen := planned()):
             return foreseen
@@ -79,7 +80,7 @@ class Stage:
         fix = f"run {producer or 'the stage that makes it'} first, or name another with {option}"
         if not (directory / "manifest.json").is_file():
             raise PreconditionError("an input is missing", where=directory, expected="a finished stage", fix=fix)
-        manifest = files.read_json(directory / "manifest.json", fix=fix)
+        manifest = manifests.read(directory, fix)
         if manifest.get("status") != "complete":
             raise PreconditionError(
                 "an input is not complete",
@@ -88,7 +89,16 @@ class Stage:
                 found=f"status {manifest.get('status')}",
                 fix=f"run {producer or 'that stage'} again until it completes",
             )
+        if not workers.FOLDER:  # the parent has proved it
+            anew = f"python {shlex.join(manifest['argv'])}" if manifest.get("argv") else producer or "that stage"
+            proofs.require(manifests.outputs_of(manifest, directory), cache=self.proof_cache,
+                           fix=f"restore it from a copy, or run the stage again, which makes it anew: {anew}")
         return manifest
+
+    @property
+    def proof_cache(self) -> Path | None:
+        """Where the run remembers which files it has proved; a dry run writes nothing."""
+        return None if self.common.dry_run else self.run_dir / proofs.CACHE
 
     def open(
         self,
@@ -109,7 +119,8 @@ class Stage:
             holds: says whether any result lies there; to an empty directory no option is stale, so a run that
                 failed before its first unit does not stand in the way of the corrected command.
         Returns:
-            True when there is work to do; False when this very result is complete already.
+            True when there is work to do; False when this very result is complete already. A complete result that may
+            grow keeps its manifest until `begin`.
         Raises:
             StaleError: other options or inputs made what lies there. PreconditionError: locked.
         """
@@ -147,12 +158,21 @@ class Stage:
             "seconds": {"before": _seconds_spent(previous)},
         }
         self._started = time.monotonic()
-        self._save()
+        self._begun = not (grows and previous and previous["status"] == "complete")
+        if self._begun:
+            self._save()
         return True
+
+    def begin(self) -> None:
+        """Say that new work is about to be added: from now on what lies there is no longer the complete result."""
+        if not self._begun:
+            self._begun = True
+            self._save()
 
     def join(self) -> None:
         """Take part, as the first worker, in the run that the parent has opened: it is to call `complete` only."""
-        self.manifest, self._started = files.read_json(self.directory / "manifest.json"), time.monotonic()
+        self.manifest, self._started = manifests.read(self.directory), time.monotonic()
+        self._begun = True
 
     def run_workers(self, count: int) -> None:
         """Run this command in `count` processes on what `open` has opened; the first of them completes it.
@@ -164,7 +184,7 @@ class Stage:
         try:
             workers.run([sys.executable, *sys.argv], count, self.interrupt, [self._lock.fileno()])
         finally:  # complete, perhaps, even if one failed after that
-            self.manifest = files.read_json(self.directory / "manifest.json")
+            self.manifest = manifests.read(self.directory)
 
     def finished(self, content: str, missing: int = 0) -> bool:
         """Say whether a stage that grows has nothing to do, and if so put its complete manifest back.
@@ -179,7 +199,6 @@ class Stage:
         if not self._outputs_intact(previous):
             return False
         self.manifest = previous
-        self._save()
         logger.info("%s is complete already: %s", self.name, self.directory)
         return True
 
@@ -203,6 +222,9 @@ class Stage:
         """Write the last state of this run into the manifest (nothing when `open` was not reached)."""
         if not self.manifest or self._lock is None or self.manifest.get("status") == "complete":
             return
+        if not self._begun:
+            logger.info("nothing was begun: the result in %s stays complete", self.directory)
+            return
         self._end(status, error)
 
     def _end(self, status: str, error: str = "") -> None:
@@ -216,7 +238,7 @@ class Stage:
     def is_complete(self) -> bool:
         """Whether a complete result lies there, which `open` may yet find stale or damaged."""
         path = self.directory / "manifest.json"
-        return path.exists() and not self.common.restart and files.read_json(path).get("status") == "complete"
+        return path.exists() and not self.common.restart and manifests.read(self.directory).get("status") == "complete"
 
     @property
     def signal(self) -> int | None:
@@ -254,8 +276,9 @@ class Stage:
             self._lock = None
 
     def _previous(self) -> dict[str, Any] | None:
-        path = self.directory / "manifest.json"
-        return files.read_json(path, fix="move the directory away or use --restart") if path.exists() else None
+        if not (self.directory / "manifest.json").exists():
+            return None
+        return manifests.read(self.directory, "move the directory away or use --restart")
 
     def _refuse_if_stale(self, previous: dict[str, Any], basis: dict[str, Any]) -> None:
         old = previous.get("fingerprint_basis", {})
@@ -273,16 +296,14 @@ class Stage:
         )
 
     def _outputs_intact(self, manifest: dict[str, Any]) -> bool:
-        """Say whether every recorded output still has its size; what is damaged is made again."""
-        for name, entry in manifest["outputs"].items():
-            path = self.directory / entry["path"]
-            if not path.exists() or path.stat().st_size != entry["bytes"]:
-                logger.warning("output %s is missing or damaged: making it again", name)
-                return False
-        return True
+        """Say whether every recorded output is what was written; what is damaged is made again."""
+        damaged = proofs.look(manifests.outputs_of(manifest, self.directory), cache=self.proof_cache)
+        for path, (expected, found) in damaged.items():
+            logger.warning("%s is missing or damaged (%s instead of %s): making it again", path, found, expected)
+        return not damaged
 
     def _save(self) -> None:
-        files.write_json(self.directory / "manifest.json", self.manifest)
+        files.write_json(self.directory / "manifest.json", manifests.sealed(self.manifest))
 
     def _save_progress(self, figures: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):
@@ -300,22 +321,6 @@ class Stage:
             configuration = ["--config", self.common.config] if self.common.config else []
             words = ["python", self._next, *configuration, "--run-dir", str(self.run_dir)]
             logger.info("next: %s", shlex.join(words))
-
-
-def require_free_disk(directory: Path, needed: int, what: str) -> None:
-    """Raise PreconditionError when the file system of `directory` has less than `needed` bytes free."""
-    existing = directory
-    while not existing.exists():
-        existing = existing.parent
-    free = shutil.disk_usage(existing).free
-    if needed > free:
-        raise PreconditionError(
-            f"the disk is too small for {what}",
-            where=directory,
-            expected=f"{log.size(needed)} free",
-            found=f"{log.size(free)} free",
-            fix="name another disk with --out, or take fewer inputs with --limit",
-        )
 
 
 def _now() -> str:

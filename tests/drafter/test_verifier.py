@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eagle3.checks import model_checks, preflight
-from eagle3.checks.subject import FAIL, OK, Subject, look
+from eagle3.checks.subject import Subject, look
 from eagle3.common import tensor_files
 from eagle3.common.errors import PreconditionError
+from eagle3.common.findings import FAIL, OK
 from eagle3.common.options import ModelOptions
 from eagle3.drafter import flat_config, model_config, output, rope, verifier
 
@@ -45,7 +46,7 @@ def doctor(folder):
 
 def loads(folder):
     """Load all that stages 02, 04 and 06 need; the doctor must have found the same."""
-    assert [line.level for line in doctor(folder)] == [OK] * 3, doctor(folder)
+    assert [line.status for line in doctor(folder)] == [OK] * 3, doctor(folder)
     facts = verifier.read(folder)
     shared = verifier.load_shared_weights(facts, SHARED)
     assert verifier.load_layer_weights(facts, facts.num_layers - 1).keys() >= {"mlp.up_proj.weight"}
@@ -54,7 +55,7 @@ def loads(folder):
 
 def refused(folder, *words):
     """Say that the doctor and whoever loads the weights refuse a folder with these words."""
-    found = " ".join(line.found for line in doctor(folder) if line.level == FAIL)
+    found = " ".join(line.found for line in doctor(folder) if line.status == FAIL)
     with pytest.raises(PreconditionError) as raised:
         verifier.load_shared_weights(verifier.read(folder), SHARED)
     for word in words:
@@ -251,7 +252,7 @@ def test_final_norms_are_those_of_the_classes(family):
 def test_an_unknown_scale_of_the_logits_is_refused_by_name(variant):
     strange = variant(model_type="llama", logits_mup_multiplier=0.3)
     found = doctor(strange)[0]
-    assert found.level == FAIL and "logits_mup_multiplier: 0.3" in found.found
+    assert found.status == FAIL and "logits_mup_multiplier: 0.3" in found.found
     verifier.read(variant(router_logits_scaling=2.0, attn_logit_softcapping=50.0, logits_scaling=1.0))  # none of them
     with pytest.raises(PreconditionError, match="AltUp"):
         verifier.read(variant(model_type="gemma3n_text"))

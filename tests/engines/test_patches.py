@@ -8,17 +8,16 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
-import zipfile
-from pathlib import Path
 
 import pytest
+from support.project import ROOT
+from support.released_engine import released
 
+from eagle3 import patches
 from eagle3.common import files
 from eagle3.common.errors import PreconditionError
 from eagle3.engines import lookup, patch_files, patching
 
-ROOT = Path(__file__).resolve().parents[2]
 A, B, C = "vllm/config/a.py", "vllm/models/b.py", "vllm/models/c.py"
 RELEASED = {A: "one\ntwo\nthree\n", B: "x = 1\ny = 2\n", C: "last line without its newline"}
 CHANGED = {A: "one\n2\nthree\nfour\n", B: "x = 1\ny = 2\nz = 3\n", C: "first\nlast line without its newline"}
@@ -57,7 +56,7 @@ def tree(folder):
 
 
 def run(*arguments):
-    return patching.main([*map(str, arguments)])
+    return patches.main([*map(str, arguments)])
 
 
 def states(folder):
@@ -136,11 +135,12 @@ def test_bytecode_that_python_would_not_check_is_removed(toy):
 
 
 def test_two_at_once_both_succeed(toy):
-    program = (f"import sys, time; from pathlib import Path; from eagle3.engines import patching, patch_files\n"
+    program = (f"import sys, time; from pathlib import Path\n"
+               f"from eagle3 import patches; from eagle3.engines import patching, patch_files\n"
                f"patch_files.PATCHES = Path({str(patch_files.PATCHES)!r})\n"
                f"real = patching._replace\n"
                f"patching._replace = lambda *given: (time.sleep(0.05), real(*given))\n"
-               f"sys.exit(patching.main(['apply', '--root', {str(toy)!r}, '--json']))")
+               f"sys.exit(patches.main(['apply', '--root', {str(toy)!r}, '--json']))")
     both = [subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE) for _ in range(2)]
     changed = [json.loads(process.communicate()[0])["changed"] for process in both]
     assert [process.returncode for process in both] == [0, 0]
@@ -225,14 +225,15 @@ def test_a_failure_in_the_middle_leaves_everything_as_it_was(toy, monkeypatch, c
 @pytest.mark.parametrize(("mend", "end"), [("apply", CHANGED), ("revert", RELEASED)])
 @pytest.mark.parametrize(("survivors", "named"), [(1, ["applied", "missing"]), (2, ["applied", "partly applied"])])
 def test_a_killed_run_is_named_and_mended(toy, mend, end, survivors, named):
-    program = (f"import os, signal, sys; from pathlib import Path; from eagle3.engines import patching, patch_files\n"
+    program = (f"import os, signal, sys; from pathlib import Path\n"
+               f"from eagle3 import patches; from eagle3.engines import patch_files\n"
                f"patch_files.PATCHES = Path({str(patch_files.PATCHES)!r})\n"
                f"real, left = os.replace, [{survivors + 3}]\n"  # three originals are kept first
                f"def replace(*given):\n"
                f"    left[0] -= 1\n"
                f"    os.kill(os.getpid(), signal.SIGKILL) if left[0] < 0 else real(*given)\n"
                f"os.replace = replace\n"
-               f"patching.main(['apply', '--root', {str(toy)!r}])")
+               f"patches.main(['apply', '--root', {str(toy)!r}])")
     killed = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert states(toy) == named
@@ -344,27 +345,6 @@ def test_sglang_gates(version, fixes):
     found = [gate["fix"] for gate in patch_files.gates("sglang", version)]
     assert len(found) == len(fixes)
     assert all(any(word in fix for fix in found) for word in fixes)
-
-
-def released(engine, version):
-    """Return a folder with the released files that the patches touch, out of the wheel on the package index.
-
-    Only these files are kept, in the user's cache, so that the wheels (up to 57 MB) are fetched once.
-    """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eagle3-tests"
-    known = patch_files.known_hashes(engine)[version]
-    folder = cache / f"{engine}-{version}"
-    if not all((folder / path).is_file() and files.sha256_file(folder / path) == known[path]["original"]
-               for path in known):
-        name = lookup.DISTRIBUTIONS[engine][-1]
-        with tempfile.TemporaryDirectory() as download:
-            command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "-d", download]
-            fetched = subprocess.run([*command, f"{name}=={version}"], capture_output=True, text=True)
-            assert fetched.returncode == 0, f"no wheel to test against: {fetched.stderr[-1000:]}"
-            with zipfile.ZipFile(next(Path(download).glob("*.whl"))) as wheel:
-                for path in known:
-                    files.write_bytes(folder / path, wheel.read(path))
-    return folder
 
 
 # Needs the package index once; it fails without one rather than skip, since the set-up needs the index as well.

@@ -8,7 +8,8 @@ import torch
 from hs_connectors import fp8_utils
 from safetensors.torch import load_file, save_file
 from support import kimi_files
-from support.pipeline import LAYERS, ROOT, kill_at_random_moments, manifest, run_stage, tree, write_traces
+from support.pipeline import LAYERS, kill_at_random_moments, manifest, run_stage, tree, write_traces
+from support.project import ROOT
 
 from eagle3.common import tensor_files
 from eagle3.common.errors import PreconditionError
@@ -177,7 +178,7 @@ def test_training_reads_it(plain, small):
     batches = []
     for run_dir in (plain, small):
         store = StateStore(run_dir / "02_states")
-        samples = read_samples(store, load_dataset(run_dir / "02_states")[2])
+        samples = read_samples(store, load_dataset(run_dir / "02_states"))
         batches.append(collate(store, samples, 64, 3, verify=True))
     before, after = batches
     assert after.aux.dtype == after.teacher.dtype == torch.bfloat16
