@@ -15,6 +15,8 @@ PATIENCE_S = 500
 _SERVE = """
 import json, sys
 from vllm import LLM, SamplingParams
+from eagle3.states import engine_side
+engine_side._let_llvmlite_be_looked_at()
 model, drafter, dtype, prompts = json.loads(sys.argv[1])
 llm = LLM(model=model, dtype=dtype, max_model_len=256, enforce_eager=True, enable_prefix_caching=False,
           speculative_config={"model": drafter, "method": "eagle3", "num_speculative_tokens": 2},
