@@ -65,7 +65,7 @@ class Family:
 
 FAMILIES = {
     "llama": Family("LlamaConfig", "LlamaForCausalLM"),
-    "qwen2": Family("Qwen2Config", "Qwen2ForCausalLM"),
+    "qwen2": Family("Qwen2Config", "Qwen2ForCausalLM", {"num_attention_heads": 2, "num_key_value_heads": 1}),
     "qwen3": Family("Qwen3Config", "Qwen3ForCausalLM", {"tie_word_embeddings": True}),
     "qwen3-moe": Family("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {"num_experts": 8, **_EXPERTS}),
     "qwen3-vl": Family("Qwen3VLConfig", "Qwen3VLForConditionalGeneration", {"vision_config": _VISION},
@@ -95,7 +95,8 @@ FAMILIES = {
                           "pos_emb_height": 8, "pos_emb_width": 8},
         "projection_hidden_size": 32, "image_token_id": 508, "video_token_id": 509}, _MLA,
         (("language_model.model.blocks.", "language_model.model.layers."), ("model.mm_projector.", "mm_projector."))),
-    "cohere": Family("CohereConfig", "CohereForCausalLM", {"tie_word_embeddings": True, "logit_scale": 0.25}),
+    "cohere": Family("CohereConfig", "CohereForCausalLM", {
+        "tie_word_embeddings": True, "logit_scale": 0.25, "num_attention_heads": 2, "num_key_value_heads": 1}),
     "minicpm3": Family("MiniCPM3Config", "MiniCPM3ForCausalLM", {
         **{key: value for key, value in _MLA.items() if "lora" in key or "head" in key}, "dim_model_base": 16}),
 }  # fmt: skip
