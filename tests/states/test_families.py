@@ -4,6 +4,7 @@ Everything is compared with transformers' own model in float32. docs/verifiers.m
 """
 
 import hashlib
+import json
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
@@ -163,21 +164,25 @@ def test_states_with_a_slot_too_many_are_named(prepared, tiny_model, tmp_path):
     with pytest.raises(PreconditionError, match=r"\[tokens, 4, hidden\]"):
         StateStore(states, 4).load(3)
     StateStore(states, 5).load(3)
-    stopped = run_stage("04_train.py", "--run-dir", tmp_path, "--model", tiny_model, "--states", states, "--vocab",
-                        prepared / "03_vocab", "--epochs", 1, "--batch-tokens", 256, check=3)
-    assert "hs_3.safetensors" in stopped.stderr and "of other layers" in stopped.stderr
 
 
-@pytest.mark.parametrize("script", ["02_extract_hidden_states.py", "04_train.py"])
-def test_a_verifier_that_is_not_what_its_config_says_is_refused_before_anything_is_loaded(script, prepared, tiny_model,
-                                                                                         tmp_path):
+def test_a_verifier_unlike_its_config_is_refused_before_anything_is_loaded(prepared, tiny_model, tmp_path):
     model = shutil.copytree(tiny_model, tmp_path / "model")
     tensors = load_file(model / "model.safetensors")
     save_file(tensors | {"lm_head.bias": torch.zeros(1)}, model / "model.safetensors", metadata={"format": "pt"})
-    given = ["--backend", "hf", "--traces", prepared / "01_traces", "--layers", *map(str, CAPTURED)] if "02" in script \
-        else ["--states", prepared / "02_states", "--vocab", prepared / "03_vocab"]
-    stopped = run_stage(script, "--run-dir", tmp_path / "run", "--model", model, *given, check=3)
+    stopped = run_stage("02_extract_hidden_states.py", "--run-dir", tmp_path / "run", "--model", model, "--backend", "hf",
+                        "--traces", prepared / "01_traces", "--layers", *CAPTURED, check=3)
     assert "lm_head.bias" in stopped.stderr and "loading the verifier" not in stopped.stderr
+
+
+def test_a_shallow_verifier_is_refused_before_anything_is_loaded(prepared, tiny_model, tmp_path):
+    """Case 53: default layers that do not ascend."""
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
+    stopped = run_stage("02_extract_hidden_states.py", "--run-dir", tmp_path / "run", "--model", model, "--backend", "hf",
+                        "--traces", prepared / "01_traces", check=3)
+    assert "--layers A B C 3" in stopped.stderr and "loading the verifier" not in stopped.stderr
 
 
 @pytest.mark.engine
