@@ -40,6 +40,18 @@ def stream(output: Any) -> Any:
     return output[0].clone()
 
 
+def _positions(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """Return a copy of the positions that a vLLM layer was given, None where it has none.
+
+    Most layers take them first, gpt-oss second: they are the whole numbers among the arguments.
+    """
+    import torch
+
+    given = (value for value in (keywords.get("positions"), *arguments) if isinstance(value, torch.Tensor))
+    whole = next((value for value in given if not value.is_floating_point()), None)
+    return None if whole is None else whole.detach().clone()
+
+
 class Recorder:
     """Forward hooks that keep, for each forward pass, token ids, positions and the four streams.
 
@@ -68,8 +80,7 @@ class Recorder:
                 current["streams"][self.slots[index]] = value
             if last:
                 current["streams"][self.slots_last] = value
-                positions = keywords.get("positions", arguments[0] if arguments else None)
-                current["positions"] = None if positions is None else positions.detach().clone()
+                current["positions"] = _positions(arguments, keywords)
 
         return hook
 

@@ -30,6 +30,14 @@ def test_the_hooks_see_the_streams_that_the_layers_convention_names(tiny_model):
     assert torch.allclose(model.lm_head(model.model.norm(streams[3])), output.logits)
 
 
+def test_positions_are_found_wherever_a_layer_takes_them():
+    states, places = torch.zeros(3, 4), torch.arange(3)
+    for arguments, keywords in (((places, states, None), {}), ((states, places, None), {}),
+                                ((states,), {"positions": places})):
+        assert torch.equal(recorder._positions(arguments, keywords), places)
+    assert recorder._positions((states,), {}) is None
+
+
 def passes_of(*pieces):
     """Build recorder passes out of (ids, start) pieces; the state of a token is its id."""
     tokens = [token for ids, _ in pieces for token in ids]

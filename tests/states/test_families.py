@@ -170,8 +170,8 @@ def test_a_verifier_unlike_its_config_is_refused_before_anything_is_loaded(prepa
     model = shutil.copytree(tiny_model, tmp_path / "model")
     tensors = load_file(model / "model.safetensors")
     save_file(tensors | {"lm_head.bias": torch.zeros(1)}, model / "model.safetensors", metadata={"format": "pt"})
-    stopped = run_stage("02_extract_hidden_states.py", "--run-dir", tmp_path / "run", "--model", model, "--backend", "hf",
-                        "--traces", prepared / "01_traces", "--layers", *CAPTURED, check=3)
+    stopped = run_stage("02_extract_hidden_states.py", "--run-dir", tmp_path / "run", "--model", model, "--backend",
+                        "hf", "--traces", prepared / "01_traces", "--layers", *CAPTURED, check=3)
     assert "lm_head.bias" in stopped.stderr and "loading the verifier" not in stopped.stderr
 
 
@@ -180,8 +180,8 @@ def test_a_shallow_verifier_is_refused_before_anything_is_loaded(prepared, tiny_
     model = shutil.copytree(tiny_model, tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
-    stopped = run_stage("02_extract_hidden_states.py", "--run-dir", tmp_path / "run", "--model", model, "--backend", "hf",
-                        "--traces", prepared / "01_traces", check=3)
+    stopped = run_stage("02_extract_hidden_states.py", "--run-dir", tmp_path / "run", "--model", model, "--backend",
+                        "hf", "--traces", prepared / "01_traces", check=3)
     assert "--layers A B C 3" in stopped.stderr and "loading the verifier" not in stopped.stderr
 
 
