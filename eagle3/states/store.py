@@ -139,8 +139,9 @@ class Stored:
 class StateStore:
     """Reads and extends one 02_states directory."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, slots: int | None = None) -> None:
+        """Take a folder; with `slots` a file with states of another number of layers is refused when it is read."""
+        self.directory, self._slots = directory, slots
         self.index_path = directory / INDEX
         self.files = directory / HIDDEN_STATES
 
@@ -230,9 +231,13 @@ class StateStore:
         if sha256 is not None and hashlib.sha256(buffer).hexdigest() != sha256:
             raise damaged(path, "the checksum differs from the index")
         try:
-            return Stored.within(data)
+            stored = Stored.within(data)
         except Exception as error:
             raise damaged(path, error) from error
+        if self._slots is not None and stored.hidden.shape[1:-1] != (self._slots,):
+            raise damaged(path, f"states of shape {list(stored.hidden.shape)}, not [tokens, {self._slots}, hidden]: "
+                          "they are of other layers than the manifest says")
+        return stored
 
     def last_teacher(self, number: int) -> "torch.Tensor":
         """Return the teacher state [H] of a sample's last token, decoded as `load` does; only that row is read."""

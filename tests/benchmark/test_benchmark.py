@@ -261,10 +261,10 @@ def test_states_for_the_prediction_come_from_a_vllm():
 def test_a_margin_is_noise_when_rounding_could_have_turned_it(tiny_model):
     import torch
 
-    from eagle3.drafter import verifier
+    from eagle3.drafter import teacher, verifier
 
     facts = verifier.read(tiny_model)
-    head = verifier.TeacherHead(facts)
+    head = teacher.TeacherHead(facts)
     state = torch.randn(facts.hidden_size, generator=torch.Generator().manual_seed(0))
     normed = head.normed(state[None])[0]
     logits = normed @ head.rows(list(range(facts.vocab_size))).T
