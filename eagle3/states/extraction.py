@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 # Agreement is judged once this many samples (or log-probabilities) are in; a few rounding ties must not decide.
 _ENOUGH_SAMPLES = 20
-# Mean absolute difference of log-probabilities (nats) that is noise, by what the files hold. On SmolLM2-135M it is 0.000
-# in float32, 0.029 in bfloat16 (vLLM on a CPU) and 0.09 in fp8.
+# Mean absolute difference of log-probabilities (nats) that is noise, by what the files hold. On SmolLM2-135M it is
+# 0.000 in float32, 0.029 in bfloat16 (vLLM on a CPU) and 0.09 in fp8.
 _LARGEST_DIFFERENCE = {"float32": 0.01, "bfloat16": 0.15, "float16": 0.15, FP8: 0.3}
 # Of how many samples of the first batch how many tokens are compared: the engine's logits of them take memory.
 _PROVED_SAMPLES, _PROVED_TOKENS = 8, 128
