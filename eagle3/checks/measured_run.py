@@ -213,6 +213,8 @@ def _checkpoint(exported: Manifest, run_dir: Path) -> Path | None:
     recorded = ((exported.get("options") or {}).get("export") or {}).get("checkpoint")
     best = _place(recorded, run_dir / "04_train" / "checkpoints" / "best")
     digests = {name: value for name, value in (exported.get("inputs") or {}).items() if name.endswith(".safetensors")}
+    best = files.followed(best)
+    # Every folder beside it: a copy made by hand is as good, its weights are compared.
     candidates = [best, *sorted(best.parent.glob("step_*"))] if best.parent.is_dir() else []
     return next((folder for folder in candidates if digests and (folder / "config.json").is_file() and all(
         (folder / name).is_file() and files.sampled_digest(folder / name) == value

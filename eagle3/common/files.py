@@ -19,16 +19,35 @@ from eagle3.common.errors import PreconditionError
 
 TEMPORARY_PREFIX = ".tmp-"
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+# What file systems say that do not know a call at all (Lustre without flock, FUSE, mounts of object stores, FAT).
+UNKNOWN_CALL = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.EPERM)
 _SAMPLE_BYTES = 1 << 16
+_POINTER_BYTES = 256
+
+
+def fsync(fd: int) -> None:
+    """Make a file durable, as far as its file system can (`eagle3.common.probe` says where it cannot)."""
+    with _tolerating(*UNKNOWN_CALL):
+        os.fsync(fd)
 
 
 def fsync_directory(directory: Path) -> None:
-    """Make the names in `directory` durable."""
-    fd = os.open(directory, os.O_RDONLY)
+    """Make the names in `directory` durable, as far as its file system can."""
+    with _tolerating(*UNKNOWN_CALL, errno.EACCES, errno.EBADF, errno.EISDIR):
+        fd = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+@contextlib.contextmanager
+def _tolerating(*numbers: int) -> Iterator[None]:
     try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        yield
+    except OSError as error:
+        if error.errno not in numbers:
+            raise
 
 
 @contextlib.contextmanager
@@ -43,7 +62,7 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
+            fsync(file.fileno())
         os.replace(temporary, path)
         fsync_directory(path.parent)
     except OSError as error:
@@ -77,13 +96,30 @@ def write_json(path: Path, value: Any) -> None:
     write_bytes(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode(errors="backslashreplace"))
 
 
-def replace_symlink(link: Path, target: str) -> None:
-    """Point `link` at `target` (a name relative to the link's directory) in one step."""
-    temporary = link.parent / f"{TEMPORARY_PREFIX}{link.name}"
+def point(pointer: Path, target: str) -> None:
+    """Let `pointer` lead to `target`, a name in its own directory, in one step.
+
+    It becomes a symbolic link, or, where the file system has none, a text file of that name: `followed` reads both.
+    """
+    temporary = pointer.parent / f"{TEMPORARY_PREFIX}{pointer.name}"
     temporary.unlink(missing_ok=True)
-    os.symlink(target, temporary)
-    os.replace(temporary, link)
-    fsync_directory(link.parent)
+    try:
+        os.symlink(target, temporary)
+    except OSError as error:
+        if error.errno not in UNKNOWN_CALL:
+            raise
+        write_bytes(pointer, target.encode() + b"\n")
+        return
+    os.replace(temporary, pointer)
+    fsync_directory(pointer.parent)
+
+
+def followed(path: Path) -> Path:
+    """Return where a pointer leads: the path itself, unless it is a text file with a name beside it (see `point`)."""
+    if not path.is_file() or path.stat().st_size > _POINTER_BYTES:
+        return path
+    name = path.read_bytes().decode(errors="replace").strip()
+    return path.parent / name if name and Path(name).name == name else path
 
 
 def read_json(path: Path, *, fix: str = "") -> Any:
@@ -119,7 +155,7 @@ def repair_tail(path: Path) -> int:
         keep = _end_of_last_line(file, size)
         if keep < size:
             file.truncate(keep)
-            os.fsync(file.fileno())
+            fsync(file.fileno())
         return size - keep
 
 
@@ -188,7 +224,7 @@ class Appender:
             written = 0
             while written < len(data):
                 written += self._file.write(data[written:])
-            os.fsync(self._file.fileno())
+            fsync(self._file.fileno())
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file.fileno(), start)

@@ -278,7 +278,7 @@ def _write_dataset(directory: Path, samples: list[Sample]) -> None:
     dataset.save_to_disk(str(temporary), num_shards=1)
     for name in _DATASET_FILES:
         with open(temporary / name, "rb+") as file:
-            os.fsync(file.fileno())
+            files.fsync(file.fileno())
         os.replace(temporary / name, directory / name)
     files.fsync_directory(directory)
     shutil.rmtree(temporary)
