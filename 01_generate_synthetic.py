@@ -22,20 +22,22 @@ another model or a changed prompt under an old id is refused.
 """
 
 import asyncio
-import contextlib
-from collections import Counter
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from eagle3.common import config, files
-from eagle3.common.errors import FailureLimitError, StaleError, UsageError
-from eagle3.common.log import logger, size
+from eagle3.common.errors import UsageError
+from eagle3.common.log import logger
+from eagle3.common.machine import require_free_disk
 from eagle3.common.options import GenerateOptions
 from eagle3.common.script import main
-from eagle3.common.stage import Stage, require_free_disk
+from eagle3.common.stage import Stage
 
-TRUNCATED_WARNING = 0.05  # share of replies lost to max_tokens above which the user should know
+if TYPE_CHECKING:
+    from eagle3.traces.sampling import Mix
+    from eagle3.traces.trace_rows import Ledger
+    from eagle3.traces.worklist import Survey, Worklist
+
 # These decide how the server is run or where prompts come from; each trace has its own key for the rest.
 NOT_IN_FINGERPRINT = ("generate.prompts", "generate.serve_args", "generate.served_model_name", "generate.sampling")
 
@@ -45,14 +47,17 @@ def run(options: GenerateOptions, stage: Stage) -> None:
     from eagle3.traces import trace_rows
     from eagle3.traces.prompts import PromptSource
     from eagle3.traces.sampling import Mix
-    from eagle3.traces.worklist import Plan
+    from eagle3.traces.worklist import Worklist
 
     section = options.generate
     check_choices(options)
     config.require(section.prompts, "--prompts", "the source of prompts")
     mix = Mix(section)
     if options.common.dry_run:
+        from eagle3.dryrun.generate import describe
+
         describe(options, stage, mix)
+        look_ahead(options, stage)
         return
     source = PromptSource(section, options.common.limit)
     counts = source.scan(stage.check_stop)
@@ -68,24 +73,14 @@ def run(options: GenerateOptions, stage: Stage) -> None:
     )
     stage.manifest["prompts"] = counts.to_dict()
     ledger = trace_rows.Ledger(stage.directory)
-    plan = Plan(source, mix, ledger)
-    survey = look_over(stage, plan, ledger)
+    worklist = Worklist(source, mix, ledger)
+    survey = worklist.look_over(section.served_model_name, stage.check_stop)
     if stage.finished(ledger.content, missing=survey.missing):
         return
     require_free_disk(stage.directory, survey.bytes, "the traces")
     logger.info("%d of %d prompts to ask", survey.missing, survey.expected)
-    figures = ask(options, stage, ledger, plan, survey) if survey.missing else survey.figures(ledger)
+    figures = ask(options, stage, ledger, worklist, survey) if survey.missing else survey.figures(ledger)
     conclude(options, stage, ledger, figures)
-
-
-def look_over(stage: Stage, plan: Any, ledger: Any) -> Any:
-    """Return the survey of what is missing, under the model's name that was asked before (if none was, all is)."""
-    name = stage.options.generate.served_model_name or ledger.model
-    refuse_other_model(stage, ledger.model, name)
-    return plan.survey(name, stage.check_stop)
-
-
-# --- checks and estimates ---------------------------------------------------------------------------------
 
 
 def check_choices(options: GenerateOptions) -> None:
@@ -115,71 +110,20 @@ def source_identity(prompts: str) -> dict[str, Any]:
     return {"path": prompts} | ({"sha256": files.sha256_file(path)} if path.is_file() else {})
 
 
-def describe(options: GenerateOptions, stage: Stage, mix: Any) -> None:
-    """Print what would be done; fail where the run would."""
-    from eagle3.dryrun.dry_run import DryRun
-    from eagle3.traces import trace_rows
-    from eagle3.traces.worklist import CHARACTERS_PER_TOKEN
-
-    section, plan = options.generate, DryRun(stage, options.model.path)
-    ledger = trace_rows.Ledger(stage.directory, read=not options.common.restart)
-    survey = survey_for(plan, options, ledger, mix)
-    plan.say("reads", f"{section.prompts}: {survey.expected:,} prompts, {survey.missing:,} of them to ask")
-    plan.say("writes", f"{stage.directory}; estimate: {survey.prompt_tokens:,} prompt tokens ({CHARACTERS_PER_TOKEN} "
-             f"characters a token), at most {survey.tokens:,} generated tokens, at most {size(survey.bytes)}")
-    if section.serve:
-        plan.say("engine", plan.engine(options.engine))
-        plan.say("starts", plan.server(options.engine, server_arguments(options)))
-        each = plan.known.tokens_per_sample if plan.known else section.max_model_len or section.max_tokens
-        plan.memory(options.engine, prefill=8192, cached=section.concurrency * each,
-                    why=f"{section.concurrency} requests of {each:,}")
-    else:
-        plan.say("asks", ", ".join(section.endpoint) + f", {section.concurrency} requests at a time")
-        with plan.only_there("server"):
-            from eagle3.traces.endpoints import Pool
-
-            name = Pool(section.endpoint, section).connect(("", "")).name
-            refuse_other_model(stage, ledger.model, name)
-            plan.say("", f"they serve {name}")
-    plan.disk(stage.directory, survey.bytes, "the traces")
-    if plan.known:
-        tokens = survey.missing * plan.known.tokens_per_sample
-        plan.time(plan.known.trace_seconds(tokens), f"{tokens:,} tokens, {plan.known.tokens_per_sample:,} a sample and "
-                  f"{plan.known.tokens / plan.known.trace_s:,.0f} tok/s as in {plan.known.name}, without loading")
-    plan.end()
-    look_ahead(options, stage)
-
-
-def survey_for(plan: Any, options: GenerateOptions, ledger: Any, mix: Any) -> Any:
-    """Return the survey of the prompts; where they are not here either, of as many as the reference run had."""
-    from eagle3.traces.prompts import PromptSource
-    from eagle3.traces.worklist import Plan, Survey
-
-    section, stage = options.generate, plan.stage
-    if plan.elsewhere and plan.known and not Path(section.prompts).exists() and not plan.named("--prompts"):
-        count = min(plan.known.samples, options.common.limit or plan.known.samples)
-        plan.not_here(f"prompts: {section.prompts}; planned for {count:,}, as many as in {plan.known.name}")
-        return Survey(expected=count, missing=count, tokens=count * section.max_tokens)
-    source = PromptSource(section, options.common.limit)
-    plan.say("prompts", source.scan(stage.check_stop).line())
-    return look_over(stage, Plan(source, mix, ledger), ledger)
-
-
-def fingerprint_options(options: GenerateOptions, mix: Any) -> dict[str, Any]:
+def fingerprint_options(options: GenerateOptions, mix: "Mix") -> dict[str, Any]:
     """Return the options that a resume must not change."""
     basis = {name: value for name, value in config.result_options(options).items()
              if name.startswith("generate.") and name not in NOT_IN_FINGERPRINT}
     return basis | ({"generate.sampling": mix.identity()} if options.generate.sampling else {})
 
 
-# --- asking -----------------------------------------------------------------------------------------------
-
-
-def ask(options: GenerateOptions, stage: Stage, ledger: Any, plan: Any, survey: Any) -> dict[str, Any]:
+def ask(options: GenerateOptions, stage: Stage, ledger: "Ledger", worklist: "Worklist", survey: "Survey"
+        ) -> dict[str, Any]:
     """Ask for what is missing; return the figures of the manifest."""
     from eagle3.traces.chat import DEFAULT_THINK_TAGS, load_chat
     from eagle3.traces.endpoints import Pool
     from eagle3.traces.generation import Generator
+    from eagle3.traces.serving import server
 
     section = options.generate
     stage.manifest.update(look_ahead(options, stage))
@@ -188,14 +132,15 @@ def ask(options: GenerateOptions, stage: Stage, ledger: Any, plan: Any, survey: 
     with server(options, stage) as (urls, look):
         pool = Pool(urls, section)
         served = pool.connect(chat.think_tags if chat else DEFAULT_THINK_TAGS)
-        refuse_other_model(stage, ledger.model, served.name)
+        ledger.refuse_other_model(served.name)
         stage.manifest["server"] = {"endpoints": urls, "model": served.name, "max_model_len": served.limit}
         progress = stage.progress("traces", survey.expected, "prompts", survey.expected - survey.missing)
         limit = min(filter(None, (section.max_model_len, served.limit)), default=None)
         generator = Generator(section, ledger, pool=pool, chat=chat, limit=limit, progress=progress)
+        stage.begin()
         ledger.open()
         try:
-            asyncio.run(generator.run(plan.work(served.name, survey), look))
+            asyncio.run(generator.run(worklist.work(served.name, survey), look))
         finally:
             progress.close()
             ledger.close()
@@ -212,107 +157,24 @@ def look_ahead(options: GenerateOptions, stage: Stage) -> dict[str, Any]:
     if not options.generate.serve:
         return {}
     from eagle3.checks import preflight
+    from eagle3.traces.serving import server_arguments
 
     return preflight.before_engine(options, stage, serve_args=server_arguments(options))
 
 
-@contextlib.contextmanager
-def server(options: GenerateOptions, stage: Stage) -> Iterator[tuple[list[str], Callable[[], None]]]:
-    """Yield (addresses ending in /v1, a function that raises when the run must stop)."""
-    from eagle3.engines import launch
-    from eagle3.traces import client
-
-    section = options.generate
-    if not section.serve:
-        yield [client.base_url(url) for url in section.endpoint], stage.check_stop
-        return
-    with launch.serve(
-        options.engine, Path(options.model.path), stage=stage, label="generate", extra_args=server_arguments(options)
-    ) as started:
-
-        def look() -> None:
-            stage.check_stop()
-            started.require_alive()
-
-        stage.manifest["engine"] = {"kind": started.kind, "version": started.version}
-        yield [started.base_url], look
-
-
-def server_arguments(options: GenerateOptions) -> list[str]:
-    """Return the arguments of --serve's server besides engine.args."""
-    return [*options.generate.serve_args, *(["--trust-remote-code"] if options.model.trust_remote_code else [])]
-
-
-def refuse_other_model(stage: Stage, old: str, new: str) -> None:
-    """Raise StaleError when the traces that lie there were asked of a model with another name."""
-    if old and Path(old).name != Path(new).name:
-        raise StaleError(
-            "another model is to be asked than the one that made the traces here",
-            where=stage.directory,
-            expected=old,
-            found=new,
-            fix="ask the old model, or write elsewhere with --out",
-        )
-
-
-# --- the end ----------------------------------------------------------------------------------------------
-
-
-def conclude(options: GenerateOptions, stage: Stage, ledger: Any, figures: dict[str, Any]) -> None:
+def conclude(options: GenerateOptions, stage: Stage, ledger: "Ledger", figures: dict[str, Any]) -> None:
     """Say what came of it and complete the stage.
 
     Raises FailureLimitError when too many prompts failed or none gave a trace.
     """
-    stage.manifest["counts"], failed = figures, figures["failed"]
-    lost, kept = figures["skipped"].get("truncated", 0), ledger.counts["truncated"]
-    answers = ledger.counts["traces"] + lost
-    logger.info("%d traces (%d generated tokens), %d with reasoning; skipped: %s; failed: %d",
-                ledger.counts["traces"], ledger.counts["completion_tokens"], ledger.counts["with_reasoning"],
-                figures["skipped"] or "none", failed)
-    if tagged := stage.manifest.get("tagged"):
-        logger.warning("%d replies had their reasoning inside the content; it was moved out. A reasoning parser on the "
-                       "server does that itself (vLLM: --reasoning-parser NAME)", tagged)
-    if lost or kept:
-        say = logger.warning if lost > TRUNCATED_WARNING * answers else logger.info
-        say("cut at max_tokens: %d of %d replies lost (%.1f%%), %d kept%s", lost, answers, 100 * lost / answers, kept,
-            "; raise --max-tokens" if say is logger.warning else "")
-    if others := ledger.counts["traces"] - figures["done"]:
-        logger.info("%d traces are of prompts outside this file or --limit; they stay", others)
-    if failed > options.generate.max_failures or not figures["done"]:
-        raise FailureLimitError(
-            f"{failed} prompts failed" if failed else "no prompt gave a trace",
-            where=stage.directory / ("failures.jsonl" if failed else "skipped.jsonl"),
-            expected=f"at most {options.generate.max_failures} failures and at least one trace",
-            found=first_reason(stage.directory / ("failures.jsonl" if failed else "skipped.jsonl")),
-            fix="the traces so far are kept; the same command asks the failed ones again",
-        )
-    describe_data(stage)
+    from eagle3.traces import outcome
+
+    stage.manifest["counts"] = figures
+    outcome.say(ledger, figures, stage.manifest.get("tagged", 0))
+    outcome.require_enough(stage.directory, figures, options.generate.max_failures)
+    outcome.write_data_report(stage.directory, stage.manifest.get("closing_id"))
     outputs = {name: stage.directory / f"{name}.jsonl" for name in ("traces", "skipped")}
     stage.complete(counts=figures, outputs=outputs, content=ledger.content)
-
-
-def describe_data(stage: Stage) -> None:
-    """Write the data report; a trace is not worth less for a plot that failed."""
-    from eagle3.traces import data_report
-
-    try:
-        data_report.write(stage.directory, closing_id=stage.manifest.get("closing_id"))
-        logger.info("data report: %s", stage.directory / "data_report.html")
-    except Exception as error:  # noqa: BLE001 - whatever a plotting library raises
-        logger.warning("no data report: %s: %s", type(error).__name__, error)
-
-
-def first_reason(path: Path) -> str:
-    """Return the most frequent reason in a file of records, with one example of its detail."""
-    counted: Counter[str] = Counter()
-    details: dict[str, str] = {}
-    for _, record in files.read_jsonl(path):
-        counted[record["reason"]] += 1
-        details.setdefault(record["reason"], record["detail"])
-    if not counted:
-        return ""
-    reason, number = counted.most_common(1)[0]
-    return f"{number} × {reason}" + (f", such as: {details[reason]}" if details[reason] else "")
 
 
 if __name__ == "__main__":

@@ -41,6 +41,8 @@ def run(options: VocabOptions, stage: Stage) -> None:
     facts = verifier.read(Path(config.require(options.model.path, "--model", "the verifier")))
     traces = stage.path_of(options.vocab.traces, "01_traces")
     if stage.common.dry_run:
+        from eagle3.dryrun.vocab import describe
+
         return describe(options, stage, facts, traces)
     upstream = stage.upstream(traces, "--traces")
     taken = read_taken(options.vocab.from_checkpoint, facts.vocab_size)
@@ -123,7 +125,7 @@ def count_tokens(path: Path, vocab_size: int, stage: Stage) -> "tuple[np.ndarray
     """Return (how often each target token was generated [2, V] int64, by odd and even trace; number of traces)."""
     import numpy as np
 
-    from eagle3.traces import trace_rows as trace_rows
+    from eagle3.traces import trace_rows
 
     counts = np.zeros((2, vocab_size), dtype=np.int64)
     rows = 0
@@ -148,11 +150,19 @@ def count_tokens(path: Path, vocab_size: int, stage: Stage) -> "tuple[np.ndarray
     return counts, rows
 
 
+def write_tensors(path: Path, tensors: "dict[str, np.ndarray]") -> None:
+    """Write a safetensors file atomically."""
+    from safetensors.numpy import save
+
+    files.write_bytes(path, save(tensors))
+
+
 def report(counts: "np.ndarray", t2d: "np.ndarray", figures: dict[str, float], controls: dict[str, bool],
            missing: list[dict[str, Any]], taken: bool) -> None:
     """Say what the draft vocabulary covers and lacks; warn where that will cost acceptance."""
     size, seen = int(t2d.sum()), int((counts > 0).sum())
-    covered, fresh, unseen = (f"{100 * value:.2f}%" for value in figures.values())
+    covered, fresh, unseen = (f"{100 * figures[name]:.2f}%"
+                              for name in ("coverage", "fresh_coverage", "held_out_coverage"))
     holds = (f"draft vocabulary {size:,} of {len(t2d):,} tokens holds {covered} of these {counts.sum():,} generated "
              f"tokens ({seen:,} distinct)")
     if not taken:
@@ -178,30 +188,6 @@ def report(counts: "np.ndarray", t2d: "np.ndarray", figures: dict[str, float], c
         logger.warning("it covers %.1f percentage points less than a fresh choice covers of unseen traces, and so much "
                        "is lost at every draft position; a fresh drafter (no --from-checkpoint) may end up better",
                        100 * (figures["held_out_coverage"] - figures["coverage"]))
-
-
-def write_tensors(path: Path, tensors: "dict[str, np.ndarray]") -> None:
-    """Write a safetensors file atomically."""
-    from safetensors.numpy import save
-
-    files.write_bytes(path, save(tensors))
-
-
-def describe(options: VocabOptions, stage: Stage, facts: verifier.Verifier, traces: Path) -> None:
-    """Print what a run would do."""
-    from eagle3.dryrun import dry_run
-
-    plan, size = dry_run.DryRun(stage, facts.folder), options.vocab.draft_vocab_size
-    foreseen = None if options.vocab.traces else dry_run.traces(stage, facts)
-    rows, tokens = dry_run.limited(stage.upstream(traces, "--traces", foreseen)["counts"], stage.common.limit)
-    plan.say("reads", f"{traces}: {rows:,} traces, {tokens:,} tokens; target vocabulary {facts.vocab_size:,}")
-    if options.vocab.from_checkpoint and (taken := plan.published(options.vocab.from_checkpoint)):
-        size = taken["draft_vocab_size"]
-    plan.say("writes", f"{stage.directory}: draft vocabulary {size:,}, {size * 8 + facts.vocab_size * 9:,} bytes")
-    if not 1 <= size <= facts.vocab_size:
-        raise PreconditionError("the draft vocabulary does not fit the verifier's", where="--draft-vocab-size",
-                                expected=f"from 1 to {facts.vocab_size:,}", found=f"{size:,}")
-    plan.end()
 
 
 if __name__ == "__main__":

@@ -1,37 +1,18 @@
-"""Tables, plots and the report page of a benchmark, from its results.json alone.
+"""Tables, plots and the report page of a benchmark, from its results.json alone."""
 
-  python -m eagle3.report runs/smollm2/06_bench
-
-Prints acceptance and speed as tables and writes report.html, acceptance.png and throughput.png beside results.json.
-"""
-
-import argparse
-import base64
-import html
-import sys
 from pathlib import Path
 from typing import Any
 
-from eagle3.common import files, log
-from eagle3.common.errors import PreconditionError, StageError
-from eagle3.common.log import logger
+from eagle3.common import files, pages
+from eagle3.common.errors import PreconditionError
 
 _SCHEMA_VERSION = 1
 _ABSENT = "–"
 _UNAVAILABLE = "unavailable"
-_STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
-table { border-collapse: collapse; margin: 1rem 0; display: block; overflow-x: auto; }
-th, td { padding: .3rem .7rem; border-bottom: 1px solid #ccc; text-align: right; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; }
-img { max-width: 100%; } dt { font-weight: 600; } dd { margin: 0 0 .4rem; overflow-wrap: anywhere; }
-"""
 _NOTES = """Acceptance length is 1 + accepted draft tokens / draft rounds, from the engine's counters over the
 measured requests. Acceptance by position is the share of all rounds that accepted that position and every one
 before it. Predicted values walk the same replies offline in draft rounds. Time per token is a request's whole
 time over its tokens, the prompt included."""
-
-Table = tuple[list[str], list[list[str]]]
 
 
 def render(directory: Path) -> list[Path]:
@@ -41,9 +22,9 @@ def render(directory: Path) -> list[Path]:
     results.json is missing or of another schema version.
     """
     results = load(directory)
-    plots = _plots(results, directory)
+    plots = pages.save_plots(directory, results, {"acceptance": _draw_acceptance, "throughput": _draw_throughput})
     page = directory / "report.html"
-    files.write_bytes(page, _html(results, plots).encode())
+    files.write_bytes(page, _page(results, plots).encode())
     return [page, *plots]
 
 
@@ -62,7 +43,7 @@ def load(directory: Path) -> dict[str, Any]:
 # --- tables -----------------------------------------------------------------------------------------------
 
 
-def speed_table(results: dict[str, Any]) -> Table:
+def speed_table(results: dict[str, Any]) -> pages.Table:
     """Return tokens/s, speed-up and times, a row a measurement."""
     head = ["server", "requests in flight", "tokens/s", "speed-up", "request mean / median / p95 (s)",
             "time per token mean / median / p95 (ms)", "same replies"]
@@ -90,7 +71,7 @@ def _same_replies(lossless: dict[str, Any]) -> str:
     return f"{lossless['identical']} of {lossless['replies']}{judged}"
 
 
-def acceptance_table(results: dict[str, Any]) -> Table:
+def acceptance_table(results: dict[str, Any]) -> pages.Table:
     """Return acceptance length and acceptance by position, measured and predicted, a row a drafter run."""
     drafted = [run for run in results["runs"] if run["draft_tokens"]]
     depth = max((run["draft_tokens"] for run in drafted), default=0)
@@ -108,7 +89,7 @@ def acceptance_table(results: dict[str, Any]) -> Table:
 
 def text_table(results: dict[str, Any]) -> str:
     """Return both tables as aligned text."""
-    return "\n\n".join(_text(*table) for table in (acceptance_table(results), speed_table(results)))
+    return "\n\n".join(pages.text_table(*table) for table in (acceptance_table(results), speed_table(results)))
 
 
 def _acceptance_cells(acceptance: dict[str, Any] | None, depth: int) -> list[str]:
@@ -122,39 +103,12 @@ def _server_name(run: dict[str, Any]) -> str:
     return f"drafter, {run['draft_tokens']} draft tokens" if run["draft_tokens"] else "verifier alone"
 
 
-def _text(head: list[str], rows: list[list[str]]) -> str:
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-                     for row in [head, *rows])
-
-
 # --- plots ------------------------------------------------------------------------------------------------
 
 
-def _plots(results: dict[str, Any], directory: Path) -> list[Path]:
-    try:
-        import matplotlib
-    except ImportError:
-        logger.warning("matplotlib is not installed: the report has tables but no plots (pip install matplotlib)")
-        return []
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    made = []
-    for name, draw in (("acceptance", _draw_acceptance), ("throughput", _draw_throughput)):
-        figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-        if draw(axes, results):
-            path = directory / f"{name}.png"
-            with files.replacing(path) as temporary:
-                figure.savefig(temporary, format="png", dpi=120)
-            made.append(path)
-        pyplot.close(figure)
-    return made
-
-
-def _draw_acceptance(axes: Any, results: dict[str, Any]) -> bool:
-    """Draw acceptance by position, measured and predicted; say whether there was anything to draw."""
-    drawn = False
+def _draw_acceptance(results: dict[str, Any]) -> Any:
+    """Return a figure of acceptance by position, measured and predicted; None without any."""
+    figure, axes = _figure()
     for run in results["runs"]:
         color = None
         for kind, line in (("acceptance", "o-"), ("predicted", "x--")):
@@ -163,16 +117,20 @@ def _draw_acceptance(axes: Any, results: dict[str, Any]) -> bool:
                 label = f"{_server_name(run)}, {run['concurrency']} in flight"
                 label += " (predicted)" if kind == "predicted" else ""
                 plotted = axes.plot(range(1, len(shares) + 1), shares, line, label=label, color=color)
-                color, drawn = plotted[0].get_color(), True
+                color = plotted[0].get_color()
     axes.set(xlabel="draft position", ylabel="share of rounds that accept it", ylim=(0, 1), title="Acceptance")
     axes.xaxis.get_major_locator().set_params(integer=True)
-    if drawn:
-        axes.legend()
-    return drawn
+    if not axes.lines:
+        return None
+    axes.legend()
+    return figure
 
 
-def _draw_throughput(axes: Any, results: dict[str, Any]) -> bool:
-    """Draw tokens/s by concurrency, a line a server."""
+def _draw_throughput(results: dict[str, Any]) -> Any:
+    """Return a figure of tokens/s by concurrency, a line a server; None without measurements."""
+    if not results["runs"]:
+        return None
+    figure, axes = _figure()
     servers: dict[str, list[tuple[int, float]]] = {}
     for run in results["runs"]:
         servers.setdefault(_server_name(run), []).append((run["concurrency"], run["tokens_per_s"]))
@@ -183,16 +141,35 @@ def _draw_throughput(axes: Any, results: dict[str, Any]) -> bool:
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.set(xlabel="requests in flight", ylabel="output tokens/s", ylim=(0, None), title="Throughput")
     axes.legend()
-    return bool(servers)
+    return figure
+
+
+def _figure() -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
+    return figure, figure.subplots()
 
 
 # --- page -------------------------------------------------------------------------------------------------
 
 
-def _html(results: dict[str, Any], plots: list[Path]) -> str:
-    """Return a page in one file: no script, no link, plots inside it."""
+def _page(results: dict[str, Any], plots: list[Path]) -> str:
+    return pages.document(
+        "Drafter benchmark",
+        pages.definitions(_facts(results)),
+        pages.heading("Acceptance"),
+        pages.table(*acceptance_table(results)),
+        pages.heading("Speed"),
+        pages.table(*speed_table(results)),
+        *map(pages.image, plots),
+        pages.paragraph(_NOTES),
+    )
+
+
+def _facts(results: dict[str, Any]) -> dict[str, str]:
     engine, settings = results["engine"], results["settings"]
-    facts = {
+    return {
         "Verifier": results["model"]["path"],
         "Drafter": f"{results['drafter']['path']} (identity {results['drafter']['identity'][:12]})",
         "Engine": f"{engine['kind']} {engine['version'] or '(version unknown)'}",
@@ -200,45 +177,3 @@ def _html(results: dict[str, Any], plots: list[Path]) -> str:
         "Load": f"{settings['prompts']} prompts, at most {settings['max_tokens']} tokens each, "
                 f"temperature {settings['temperature']:g}",
     }
-    definitions = "".join(f"<dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd>" for k, v in facts.items())
-    images = "".join(_image(path) for path in plots)
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>Drafter benchmark</title>'
-        f"<style>{_STYLE}</style></head><body><h1>Drafter benchmark</h1><dl>{definitions}</dl>"
-        f"<h2>Acceptance</h2>{_html_table(*acceptance_table(results))}"
-        f"<h2>Speed</h2>{_html_table(*speed_table(results))}{images}<p>{_NOTES}</p></body></html>\n"
-    )
-
-
-def _image(path: Path) -> str:
-    data = base64.b64encode(path.read_bytes()).decode()
-    return f'<img alt="{html.escape(path.stem)}" src="data:image/png;base64,{data}">'
-
-
-def _html_table(head: list[str], rows: list[list[str]]) -> str:
-    def line(cells: list[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
-
-    return f"<table>{line(head, 'th')}{''.join(line(row, 'td') for row in rows)}</table>"
-
-
-def main(arguments: list[str]) -> int:
-    """Render a results directory again and print its tables; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m eagle3.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("directory", type=Path, help="folder of stage 06 with results.json; report and plots go there")
-    directory = parser.parse_args(arguments).directory
-    log.set_up(None, "info")
-    try:
-        made = render(directory)
-        print(text_table(load(directory)))
-        logger.info("wrote %s", ", ".join(str(path) for path in made))
-        return 0
-    except StageError as error:
-        logger.error("%s", error)
-        return error.exit_code
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -21,19 +21,20 @@ TEMPORARY_PREFIX = ".tmp-"
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 # What file systems say that do not know a call at all (Lustre without flock, FUSE, mounts of object stores, FAT).
 UNKNOWN_CALL = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.EPERM)
+NO_DIRECTORY_SYNC = (errno.EACCES, errno.EBADF, errno.EISDIR)
 _SAMPLE_BYTES = 1 << 16
 _POINTER_BYTES = 256
 
 
 def fsync(fd: int) -> None:
-    """Make a file durable, as far as its file system can (`eagle3.common.probe` says where it cannot)."""
+    """Make a file durable, as far as its file system can: `eagle3.common.probe` says where it cannot."""
     with _tolerating(*UNKNOWN_CALL):
         os.fsync(fd)
 
 
 def fsync_directory(directory: Path) -> None:
     """Make the names in `directory` durable, as far as its file system can."""
-    with _tolerating(*UNKNOWN_CALL, errno.EACCES, errno.EBADF, errno.EISDIR):
+    with _tolerating(*UNKNOWN_CALL, *NO_DIRECTORY_SYNC):
         fd = os.open(directory, os.O_RDONLY)
         try:
             os.fsync(fd)

@@ -11,6 +11,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from eagle3.common.errors import PreconditionError
+from eagle3.common.log import size
+
 _TIMEOUT_S = 20
 MIB = 1 << 20
 _LISTENING = "0A"  # as /proc/net/tcp writes it
@@ -114,6 +117,19 @@ def free_disk(directory: Path) -> int:
     while not existing.exists():
         existing = existing.parent
     return shutil.disk_usage(existing).free
+
+
+def require_free_disk(directory: Path, needed: int, what: str) -> None:
+    """Raise PreconditionError when the file system of `directory` has less than `needed` bytes free."""
+    free = free_disk(directory)
+    if needed > free:
+        raise PreconditionError(
+            f"the disk is too small for {what}",
+            where=directory,
+            expected=f"{size(needed)} free",
+            found=f"{size(free)} free",
+            fix="name another disk with --out, or take fewer inputs with --limit",
+        )
 
 
 def open_file_limit() -> int:

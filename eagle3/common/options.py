@@ -1,4 +1,4 @@
-"""Every option of every stage: one dataclass a section of the YAML file.
+"""Every option of every stage: one dataclass a section of the YAML file. One list, and so longer than other modules.
 
 A stage's options are its sections side by side, so `options.train.lr` is `train: {lr: …}` in the file and
 `--lr` on the command line. `option()` holds what --help prints and what validation needs. `results=False`

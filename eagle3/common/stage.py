@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import shlex
-import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from eagle3.common import config, files, log, proofs, provenance, workers
+from eagle3.common import config, files, log, probe, proofs, provenance, workers
 from eagle3.common import manifest as manifests
 from eagle3.common.errors import Interrupted, PreconditionError, StageError, StaleError
 from eagle3.common.interrupt import Interrupt
@@ -260,6 +259,7 @@ class Stage:
     def _acquire(self) -> None:
         """Lock the directory; with --restart move what lies there aside first."""
         self._lock = DirectoryLock(self.directory)
+        probe.say(self.directory)
         if not self.common.restart or not (self.directory / "manifest.json").exists():
             return
         number = 1
@@ -267,7 +267,7 @@ class Stage:
             number += 1
         os.rename(self.directory, aside)
         logger.info("moved the old result to %s", aside)
-        self._lock.release()
+        self._lock.release(moved=aside)
         self._lock = DirectoryLock(self.directory)
 
     def release(self) -> None:
@@ -322,22 +322,6 @@ class Stage:
             configuration = ["--config", self.common.config] if self.common.config else []
             words = ["python", self._next, *configuration, "--run-dir", str(self.run_dir)]
             logger.info("next: %s", shlex.join(words))
-
-
-def require_free_disk(directory: Path, needed: int, what: str) -> None:
-    """Raise PreconditionError when the file system of `directory` has less than `needed` bytes free."""
-    existing = directory
-    while not existing.exists():
-        existing = existing.parent
-    free = shutil.disk_usage(existing).free
-    if needed > free:
-        raise PreconditionError(
-            f"the disk is too small for {what}",
-            where=directory,
-            expected=f"{log.size(needed)} free",
-            found=f"{log.size(free)} free",
-            fix="name another disk with --out, or take fewer inputs with --limit",
-        )
 
 
 def _now() -> str:

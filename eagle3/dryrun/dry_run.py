@@ -7,22 +7,21 @@ weights in place a dry run fails where the run would. Nothing here imports torch
 
 import contextlib
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from eagle3.common import config, files, machine, tensor_files
 from eagle3.common.errors import PreconditionError, StaleError
 from eagle3.common.log import duration, logger, size
-from eagle3.common.options import EngineOptions, ExportOptions, ExtractOptions, GenerateOptions, VocabOptions
-from eagle3.common.stage import Stage, require_free_disk
+from eagle3.common.machine import require_free_disk
+from eagle3.common.options import EngineOptions
+from eagle3.common.stage import Stage
 from eagle3.drafter import verifier
-from eagle3.drafter.checkpoint import canonical_key, engine_key
-from eagle3.drafter.flat_config import flat_config, nested_ids
+from eagle3.drafter.checkpoint import canonical_key
+from eagle3.drafter.flat_config import flat_config
 from eagle3.dryrun import estimates
 from eagle3.engines import arguments, installed, launch
-
-Options = TypeVar("Options")
 
 
 class DryRun:
@@ -171,94 +170,3 @@ def _share(engine: EngineOptions) -> float:
     with contextlib.suppress(ValueError, TypeError):
         return float(arguments.value(engine.args, flag))  # type: ignore[arg-type]
     return default
-
-
-# --- what stages that have not run would give --------------------------------------------------------------
-
-
-def traces(stage: Stage, facts: verifier.Verifier) -> Callable[[], dict[str, Any] | None]:
-    """Return a function that plans stage 01: the counts of its manifest, or None when nothing says how many."""
-
-    def plan() -> dict[str, Any] | None:
-        section, known = _configured(stage, GenerateOptions).generate, estimates.reference(facts)
-        if section.prompts and Path(section.prompts).exists():
-            from eagle3.traces.prompts import PromptSource
-            from eagle3.traces.worklist import CHARACTERS_PER_TOKEN
-
-            counts = PromptSource(section, stage.common.limit).scan(stage.check_stop)
-            samples, origin = counts.replies, f"as many as {section.prompts} has"
-            tokens = counts.characters // CHARACTERS_PER_TOKEN + samples * section.max_tokens
-        elif known:
-            samples = min(known.samples, stage.common.limit or known.samples)
-            origin = f"as in {known.name}" if samples == known.samples else "--limit"
-        else:
-            return None
-        how = "at most"
-        if known:
-            tokens, how = samples * known.tokens_per_sample, f"{known.tokens_per_sample:,} a sample as in {known.name}"
-        logger.info("01_traces has not run yet: planned for %s samples (%s) and %s tokens (%s)", f"{samples:,}", origin,
-                    f"{tokens:,}", how)
-        return {"counts": {"done": samples, "prompt_tokens": 0, "completion_tokens": tokens}}
-
-    return plan
-
-
-def states(stage: Stage, facts: verifier.Verifier) -> Callable[[], dict[str, Any]]:
-    """Return a function that plans stage 02 from the traces that there are or would be."""
-
-    def plan() -> dict[str, Any]:
-        given = _configured(stage, ExtractOptions).extract.traces
-        folder, foreseen = stage.path_of(given, "01_traces"), None if given else traces(stage, facts)
-        manifest = stage.upstream(folder, "--traces", foreseen)
-        samples, tokens = limited(manifest["counts"], stage.common.limit)
-        logger.info("02_states has not run yet: planned for %s samples, %s tokens", f"{samples:,}", f"{tokens:,}")
-        return {"hidden_size": facts.hidden_size, "layers": facts.layers(stage.options.model.layers),
-                "counts": {"done": samples, "tokens": tokens}}
-
-    return plan
-
-
-def vocab(stage: Stage, facts: verifier.Verifier) -> Callable[[], dict[str, Any]]:
-    """Return a function that plans stage 03."""
-
-    def plan() -> dict[str, Any]:
-        section = _configured(stage, VocabOptions).vocab
-        chosen = min(section.draft_vocab_size, facts.vocab_size)
-        if section.from_checkpoint and (Path(section.from_checkpoint) / "config.json").exists():
-            chosen = flat_config(files.read_json(Path(section.from_checkpoint) / "config.json"))["draft_vocab_size"]
-        logger.info("03_vocab has not run yet: planned for a draft vocabulary of %s", f"{chosen:,}")
-        return {"vocab_size": facts.vocab_size, "draft_vocab_size": chosen}
-
-    return plan
-
-
-def export(options: ExportOptions, stage: Stage) -> None:
-    """Print what a run would do with the checkpoint that stage 04 has yet to make."""
-    section, facts = options.export, verifier.read(Path(config.require(options.model.path, "--model", "the verifier")))
-    plan, vocabulary = DryRun(stage, facts.folder), vocab(stage, facts)()["draft_vocab_size"]
-    drafter, ids = estimates.drafter(facts, vocabulary), facts.layers(options.model.layers)[:-1]
-    version = section.engine_version
-    plan.say("reads", f"{stage.run_dir}/04_train/checkpoints/best, which has not been trained yet")
-    plan.say("writes", f"{stage.directory / section.to}: {size(drafter.served_bytes)} for {section.to} "
-             f"{version or '(newest)'}: {drafter.trained:,} parameters in bf16, and the vocabulary mapping (estimate)")
-    for name, shape in estimates.tensors(facts, vocabulary).items():
-        plan.say("", f"{engine_key(name, section.to)} {list(shape)}")
-    plan.say("", f"auxiliary layers {ids}, nested list {nested_ids(ids, section.to, version, facts)}; positions up to "
-             f"{section.serving_length or facts.max_positions:,}")
-    plan.disk(stage.directory, drafter.served_bytes, "the exported drafter")
-    if section.smoke:
-        plan.say("engine", plan.engine(options.engine, facts.folder))
-    plan.end()
-
-
-def limited(counts: dict[str, Any], limit: int | None) -> tuple[int, int]:
-    """Return (samples, tokens) of a manifest's counts, scaled down to --limit."""
-    samples = int(counts["done"])
-    tokens = int(counts["tokens"] if "tokens" in counts and "prompt_tokens" not in counts
-                 else counts.get("prompt_tokens", 0) + counts.get("completion_tokens", 0))
-    return (limit, tokens * limit // samples) if limit and samples > limit else (samples, tokens)
-
-
-def _configured(stage: Stage, options_class: type[Options]) -> Options:
-    """Return another stage's options as the configuration file has them."""
-    return config.parse(options_class, ["--config", stage.common.config] if stage.common.config else [], "")

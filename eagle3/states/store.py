@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from eagle3.common import files, tensor_files
 from eagle3.common.errors import PreconditionError
@@ -151,7 +151,8 @@ class StateStore:
     def index(self) -> dict[int, dict[str, Any]]:
         """Return {sample number: index entry}; a later entry replaces an earlier one.
 
-        A sample that failed keeps its number: its entry has `error` instead of bytes and checksum.
+        A sample that failed keeps its number: its entry has `error` instead of bytes and checksum. An entry with
+        `retired` is of a trace that is gone: it counts for nothing but its number.
         """
         return {int(row["i"]): row for _, row in files.read_jsonl(self.index_path)}
 
@@ -160,7 +161,8 @@ class StateStore:
         sizes = {}
         with contextlib.suppress(FileNotFoundError):
             sizes = {entry.name: entry.stat().st_size for entry in os.scandir(self.files)}
-        return {i for i, row in index.items() if "bytes" in row and sizes.get(f"hs_{i}.safetensors") == row["bytes"]}
+        return {i for i, row in index.items() if "bytes" in row and not row.get("retired")
+                and sizes.get(f"hs_{i}.safetensors") == row["bytes"]}
 
     def append(self, entries: Iterable[dict[str, Any]]) -> None:
         """Add entries durably: from then on their samples are done."""
@@ -170,10 +172,26 @@ class StateStore:
     def finish(self, samples: list[Sample]) -> list[Path]:
         """Write the Arrow dataset and the sorted index; return the files that make the store's identity."""
         index = self.index()
-        lines = [files.encode_line(index[sample.i]) for sample in samples if sample.i in index]
-        files.write_bytes(self.index_path, b"".join(lines))
-        _write_dataset(self.directory, samples)
+        files.write_bytes(self.index_path, b"".join(files.encode_line(index[i]) for i in sorted(index)))
+        _write_dataset(self.directory, self._rows(samples, index))
         return [self.index_path, *(self.directory / name for name in _DATASET_FILES)]
+
+    def _rows(self, samples: list[Sample], index: dict[int, dict[str, Any]]) -> list[Sample]:
+        """Return a row for every number from 0: row i belongs to file i, whatever became of the traces between.
+
+        A retired number keeps its token ids, as far as its file has them, and carries no loss.
+        """
+        by_number = {sample.i: sample for sample in samples}
+        rows = []
+        for number in range(1 + max([*by_number, *index], default=-1)):
+            if number in by_number:
+                rows.append(by_number[number])
+                continue
+            ids = [0]
+            with contextlib.suppress(PreconditionError):
+                ids = self.read(number).ids.tolist()
+            rows.append(Sample(number, "", "", ids, [0] * len(ids)))
+        return rows
 
     def sweep(self) -> int:
         """Remove temporary files of an interrupted run; return how many there were."""
@@ -236,25 +254,36 @@ def damaged(path: Path, found: object) -> PreconditionError:
     )
 
 
-def load_dataset(directory: Path) -> tuple[list[str], list[Any], list[Any]]:
-    """Return (ids, token id arrays, loss mask arrays) of a store, one entry per sample number."""
+class Rows(NamedTuple):
+    """The dataset of a store, an entry a sample number: trace ids ("" where retired), token ids [T], loss masks [T]."""
+
+    ids: list[str]
+    input_ids: "list[np.ndarray]"
+    masks: "list[np.ndarray]"
+
+
+def load_dataset(directory: Path) -> Rows:
+    """Return the dataset of a store; PreconditionError when there is none."""
     from datasets import load_from_disk
 
     try:
-        dataset = load_from_disk(str(directory)).with_format("numpy")
+        dataset = load_from_disk(str(directory))
+        dataset._format_type = "numpy"  # as with_format does, which would compute a fingerprint
     except Exception as error:
         raise PreconditionError(
             "not a hidden-state store", where=directory, found=error, fix="run 02_extract_hidden_states.py first"
         ) from error
-    return [str(i) for i in dataset["id"]], list(dataset["input_ids"]), list(dataset["loss_mask"])
+    return Rows([str(i) for i in dataset["id"]], list(dataset["input_ids"]), list(dataset["loss_mask"]))
 
 
 def _write_dataset(directory: Path, samples: list[Sample]) -> None:
     """Save the dataset in a temporary folder and move its files in, data before the files that name it.
 
-    The same samples give the same bytes: the fingerprint that `datasets` would draw is set to a hash.
+    The same samples give the same bytes: the fingerprint is a hash of theirs. `datasets` is never asked to compute
+    one: it pickles whatever the dataset holds for it, which fails where packages lie outside the interpreter's prefix.
     """
-    from datasets import Dataset, Features, Sequence, Value
+    import pyarrow
+    from datasets import Dataset, DatasetInfo, Features, Sequence, Value
 
     features = Features(
         {
@@ -270,9 +299,9 @@ def _write_dataset(directory: Path, samples: list[Sample]) -> None:
         "seq_len": [len(sample.input_ids) for sample in samples],
         "id": [sample.id for sample in samples],
     }
-    dataset = Dataset.from_dict(columns, features=features)
-    dataset.set_format("torch")
-    dataset._fingerprint = files.sha256_json([sample.digest for sample in samples])[:16]
+    dataset = Dataset(pyarrow.table(columns, schema=features.arrow_schema), info=DatasetInfo(features=features),
+                      fingerprint=files.sha256_json([sample.digest for sample in samples])[:16])
+    dataset._format_type = "torch"  # as set_format does, which would compute a fingerprint
     temporary = directory / f"{files.TEMPORARY_PREFIX}dataset"
     shutil.rmtree(temporary, ignore_errors=True)
     dataset.save_to_disk(str(temporary), num_shards=1)

@@ -20,7 +20,7 @@ from eagle3.traces.client import Reply, RequestFailed, reason_to_skip
 from eagle3.traces.endpoints import Pool
 from eagle3.traces.token_check import TokenCheck
 from eagle3.traces.trace_rows import SKIPPED, Ledger, assistant_message, sealed
-from eagle3.traces.worklist import Request, Work
+from eagle3.traces.worklist import ConversationWork, Request
 
 _REPLIES_WITHOUT_REASONING = 20  # then reasoning that is required will not come
 _LOOK_EVERY_S = 0.1
@@ -63,7 +63,7 @@ class Generator:
         self._said: set[str] = set()
         self._queue: asyncio.Queue[tuple[str, dict[str, Any], asyncio.Future[None]] | None] = asyncio.Queue()
 
-    async def run(self, todo: Iterator[Work], look: Callable[[], None]) -> None:
+    async def run(self, todo: Iterator[ConversationWork], look: Callable[[], None]) -> None:
         """Ask for everything; `look` is called ten times a second and stops the run by raising.
 
         Raises what stopped it: Interrupted, FailureLimitError (failures in a row), PreconditionError (key
@@ -90,16 +90,16 @@ class Generator:
 
     # --- workers ---
 
-    async def _work_together(self, todo: Iterator[Work]) -> None:
+    async def _work_together(self, todo: Iterator[ConversationWork]) -> None:
         async with asyncio.TaskGroup() as group:
             for _ in range(self.section.concurrency):
                 group.create_task(self._work(todo))
 
-    async def _work(self, todo: Iterator[Work]) -> None:
+    async def _work(self, todo: Iterator[ConversationWork]) -> None:
         for work in todo:
             await self._converse(work)
 
-    async def _converse(self, work: Work) -> None:
+    async def _converse(self, work: ConversationWork) -> None:
         """Ask for the missing replies of a conversation, each with the generated ones before it as history."""
         for request in work.requests():
             if work.broken:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from eagle3.common.errors import PreconditionError
+from eagle3.common.errors import PreconditionError, StaleError
 from eagle3.common.files import Appender, hash64, read_jsonl, sha256_json
 from eagle3.common.log import logger
 
@@ -154,6 +154,17 @@ class Ledger:
             return "done" if self._keys[name] == wanted else "changed"
         known, reason = self._skipped.get(name, (None, ""))
         return SKIPPED + reason if known == wanted else "missing"
+
+    def refuse_other_model(self, asked: str) -> None:
+        """Raise StaleError when what lies here was asked of a model with another name than `asked`."""
+        if self.model and Path(self.model).name != Path(asked).name:
+            raise StaleError(
+                "another model is to be asked than the one that made the traces here",
+                where=self.directory,
+                expected=self.model,
+                found=asked,
+                fix="ask the old model, or write elsewhere with --out",
+            )
 
     def replies(self, identities: set[str]) -> dict[str, dict[str, Any]]:
         """Return {id: assistant message} of some traces, for conversations that go on from them."""

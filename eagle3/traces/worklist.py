@@ -69,7 +69,7 @@ class Survey:
                 "failed": new["failures"], **ledger.counts}
 
 
-class Work:
+class ConversationWork:
     """A conversation with replies to ask for.
 
     Attributes:
@@ -102,11 +102,21 @@ class Work:
         self._generated[self._conversation.asked[turn]] = reply
 
 
-class Plan:
+class Worklist:
     """A source, the sampling of each of its conversations, and the ledger that says what is done."""
 
     def __init__(self, source: PromptSource, mix: Mix, ledger: Ledger) -> None:
         self._source, self._mix, self._ledger = source, mix, ledger
+
+    def look_over(self, named: str | None, check_stop: Callable[[], None]) -> Survey:
+        """Return the survey under the model's name that is given, else the one asked before.
+
+        If none was, all is missing. Raises StaleError as `survey` does, and when the traces are of a model with
+        another name.
+        """
+        model = named or self._ledger.model
+        self._ledger.refuse_other_model(model)
+        return self.survey(model, check_stop)
 
     def survey(self, model: str, check_stop: Callable[[], None]) -> Survey:
         """Count what is done and what is missing when `model` is asked.
@@ -142,14 +152,14 @@ class Plan:
             )
         return result
 
-    def work(self, model: str, survey: Survey) -> Iterator[Work]:
+    def work(self, model: str, survey: Survey) -> Iterator[ConversationWork]:
         """Yield the conversations of which a reply is missing, in the order of the source."""
         history = self._ledger.replies(survey.history)
         for conversation in self._source:
             setting = self._mix.choose(conversation.id)
             replies = self._replies(conversation, setting, model)
             if any(state == "missing" for _, _, state in replies):
-                yield Work(conversation, setting, replies, history)
+                yield ConversationWork(conversation, setting, replies, history)
 
     def _replies(self, conversation: Conversation, setting: Setting, model: str) -> list[tuple[str, str, str]]:
         """Return (id, key, state) of each reply. What an earlier reply says is no part of a key: it is generated."""

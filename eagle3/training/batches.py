@@ -5,6 +5,7 @@ the batches that an undisturbed one would have seen, and the same sums come out 
 """
 
 import functools
+import hashlib
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 
 from eagle3.common.errors import PreconditionError
-from eagle3.states.store import StateStore, damaged
+from eagle3.states.store import Rows, StateStore, damaged
 
 _SHUFFLE_WINDOW = 256
 _CPU = torch.device("cpu")
@@ -24,11 +25,15 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class TrainingSample:
-    """One sequence: number in the store, checksum of its file, loss mask [T] bool over its tokens."""
+    """One sequence: number in the store, checksum of its file, loss mask [T] bool over its tokens.
+
+    `token_hash` is of the token ids that the mask was made for; None where nothing says so.
+    """
 
     i: int
     sha256: str
     loss_mask: np.ndarray
+    token_hash: str | None = None
 
     @property
     def length(self) -> int:
@@ -103,18 +108,27 @@ class Batch:
         return self
 
 
-def read_samples(store: StateStore, masks: list[np.ndarray], limit: int | None = None) -> list[TrainingSample]:
+def token_hash(ids: np.ndarray) -> str:
+    """Return a hash of token ids [T]."""
+    return hashlib.blake2b(np.ascontiguousarray(ids, dtype=np.int64).tobytes(), digest_size=8).hexdigest()
+
+
+def read_samples(store: StateStore, rows: Rows, limit: int | None = None) -> list[TrainingSample]:
     """Return the store's samples that have something to learn, the first `limit`.
 
-    Raises PreconditionError if none has, or if a file is gone or has another size: without it all later samples would
-    train in other batches, and others would be held out, in the middle of a run too.
+    Raises PreconditionError if none has, if index and dataset are not of the same traces, or if a file is gone or has
+    another size: without it all later samples would train in other batches, and others would be held out, in the middle
+    of a run too.
     """
     index = store.index()
-    complete = sorted(i for i, entry in index.items() if "bytes" in entry)[:limit]
+    complete = sorted(i for i, entry in index.items() if "bytes" in entry and not entry.get("retired"))[:limit]
     if lost := sorted({*complete} - store.complete(index)):
         others = f", as are {len(lost) - 1} more of {len(complete)}" * (len(lost) > 1)
         raise damaged(store.path(lost[0]), f"no such file, or of another size than in the index{others}")
-    samples = [TrainingSample(i, index[i]["sha256"], np.asarray(masks[i], dtype=bool)) for i in complete]
+    for i in complete:
+        _require_one_trace(store, i, index[i], rows)
+    samples = [TrainingSample(i, index[i]["sha256"], np.asarray(rows.masks[i], dtype=bool),
+                              token_hash(rows.input_ids[i])) for i in complete]
     samples = [sample for sample in samples if sample.length > 0 and sample.supervised().any()]
     if not samples:
         tokens = sum(index[i]["tokens"] for i in complete)
@@ -125,6 +139,18 @@ def read_samples(store: StateStore, masks: list[np.ndarray], limit: int | None =
             fix="check the traces: their completion_token_ids are empty or were cut off",
         )
     return samples
+
+
+def _require_one_trace(store: StateStore, i: int, entry: dict[str, Any], rows: Rows) -> None:
+    """Raise PreconditionError unless row i of the dataset and the index entry of file i are of one trace."""
+    there = (rows.ids[i], len(rows.input_ids[i]), len(rows.masks[i])) if i < len(rows.ids) else ("no row", 0, 0)
+    expected = (entry["id"], entry["tokens"], entry["tokens"])
+    if there != expected:
+        raise PreconditionError(
+            "the dataset and the index are not of the same traces", where=f"{store.directory}: sample {i}",
+            expected=f"trace {expected[0]}, {expected[1]} tokens (index.jsonl)",
+            found=f"trace {there[0]}, {there[1]} tokens and a mask of {there[2]} (dataset)",
+            fix="run 02_extract_hidden_states.py again: it writes the dataset anew")
 
 
 def split(samples: list[TrainingSample], fraction: float, seed: int) -> tuple[list, list]:
@@ -200,6 +226,9 @@ def collate(
     read = functools.partial(store.read, pin=device.type == "cuda")
     checksums = [sample.sha256 if verify else None for sample in members]
     files = list((readers.map if readers else map)(read, numbers, checksums))
+    for sample, own in zip(members, files, strict=True):
+        if verify and sample.token_hash not in (None, token_hash(own.ids.numpy())):
+            raise damaged(store.path(sample.i), "its token ids are not those of its row in the dataset")
     slots, hidden = files[0].hidden.shape[1:]
     aux, teacher, finite, start = None, [], [], 0
     for own, length, supervised in zip(files, lengths, masks, strict=True):

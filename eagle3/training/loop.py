@@ -11,9 +11,9 @@ from eagle3.common.log import logger
 from eagle3.common.stage import Stage
 from eagle3.drafter import verifier
 from eagle3.training import checkpoints
-from eagle3.training import trainer as training
 from eagle3.training.batches import TrainingSample
-from eagle3.training.trainer import Plan, Trainer
+from eagle3.training.schedule import Schedule, learning_rate, supervised
+from eagle3.training.trainer import Throughput, Trainer
 
 POOR = 0.15  # accuracy of a drafter that does not fit what it is fed, however good it is elsewhere
 
@@ -21,15 +21,15 @@ POOR = 0.15  # accuracy of a drafter that does not fit what it is fed, however g
 class Loop:
     """One training run in one process of the group; the first process alone writes."""
 
-    def __init__(self, stage: Stage, facts: verifier.Verifier, trainer: Trainer, plan: Plan,
+    def __init__(self, stage: Stage, facts: verifier.Verifier, trainer: Trainer, schedule: Schedule,
                  held_out: list[TrainingSample], layers: list[int]) -> None:
         """Take what is trained on what; `layers` are those of the states, which each checkpoint records."""
-        self.stage, self.facts, self.trainer, self.plan, self.held_out = stage, facts, trainer, plan, held_out
+        self.stage, self.facts, self.trainer, self.schedule, self.held_out = stage, facts, trainer, schedule, held_out
         self.options = trainer.options
         self.root = stage.directory / "checkpoints"
         self.first = trainer.processes.rank == 0
         self.counters: dict[str, Any] = {"step": 0, "epoch": 0, "epoch_end": False, "best": None,
-                                         "validation": None, "total_steps": plan.total_steps, "layers": layers}
+                                         "validation": None, "total_steps": schedule.total_steps, "layers": layers}
         self.layers = layers
         self.rows: list[dict[str, Any]] = []
         self.metrics = stage.directory / "metrics.jsonl"
@@ -39,7 +39,7 @@ class Loop:
         self.resume()
         if self.options.init_from and self.counters["step"] == 0 and self.held_out:
             self.measure_start()
-        total = self.plan.total_steps
+        total = self.schedule.total_steps
         progress = self.stage.progress("training", total, "steps", self.counters["step"]) if self.first else None
         self.saved_at = time.monotonic()
         for epoch in range(self.counters["epoch"], self.options.epochs):
@@ -56,7 +56,7 @@ class Loop:
         if newest is not None:
             self.counters = checkpoints.load(newest, self.trainer.model, self.trainer.optimizer)
             self.counters["layers"] = self.layers  # a checkpoint of an older version does not say
-            logger.info("resuming at step %d of %d from %s", self.counters["step"], self.plan.total_steps, newest)
+            logger.info("resuming at step %d of %d from %s", self.counters["step"], self.schedule.total_steps, newest)
         if self.first:
             rows = files.read_jsonl(self.metrics) if newest else ()
             # Metrics precede their checkpoint: killed between the two, an epoch's last step is validated once more.
@@ -89,16 +89,16 @@ class Loop:
 
     def epoch(self, epoch: int, progress: log.Progress | None) -> None:
         """Train the steps of one epoch that are not done, then validate and save."""
-        steps = self.plan.steps(epoch)
-        begin = self.counters["step"] - sum(self.plan.steps_per_epoch[:epoch])
+        steps = self.schedule.steps(epoch)
+        begin = self.counters["step"] - sum(self.schedule.steps_per_epoch[:epoch])
         loader = self.trainer.loader(self.trainer.mine(steps[begin:]))
-        stream, rate = iter(loader), training.Throughput()
+        stream, rate = iter(loader), Throughput()
         try:
             for members in steps[begin:]:
                 batches = [next(stream) for _ in range(self.options.accumulation)]
-                supervised = sum(training.supervised(batch, self.options.batch_tokens) for batch in members)
-                lr = training.learning_rate(self.counters["step"], self.plan.total_steps, self.options)
-                figures = self.trainer.step(batches, supervised, lr)
+                total_supervised = sum(supervised(batch, self.options.batch_tokens) for batch in members)
+                lr = learning_rate(self.counters["step"], self.schedule.total_steps, self.options)
+                figures = self.trainer.step(batches, total_supervised, lr)
                 self.counters |= {"step": self.counters["step"] + 1, "epoch": epoch, "epoch_end": False}
                 tokens = sum(min(s.length, self.options.batch_tokens) for batch in members for s in batch)
                 self.record(figures, rate.add(tokens), progress)
@@ -116,8 +116,8 @@ class Loop:
         note = f"loss {figures['loss']:.4f}, lr {figures['lr']:.2e}, {tokens_per_s:,.0f} tok/s"
         progress.update(1, note=note)
         if step % self.options.log_every_steps == 0:
-            logger.info("step %d/%d (%.0f%%) %s, grad norm %.3f", step, self.plan.total_steps,
-                        100 * step / self.plan.total_steps, note, figures["grad_norm"])
+            logger.info("step %d/%d (%.0f%%) %s, grad norm %.3f", step, self.schedule.total_steps,
+                        100 * step / self.schedule.total_steps, note, figures["grad_norm"])
 
     def save_if_due(self) -> None:
         """Save in the middle of an epoch when it is time, or when a signal asks to stop."""
@@ -179,7 +179,7 @@ class Loop:
         outputs = {name: files.followed(self.root / name) / "model.safetensors" for name in ("best", "last")}
         outputs["metrics"] = self.metrics
         self.stage.complete(
-            counts={"expected": self.plan.total_steps, "done": self.counters["step"],
+            counts={"expected": self.schedule.total_steps, "done": self.counters["step"],
                     "training_samples": training_samples, "validation_samples": len(self.held_out)},
             outputs=outputs,
             best=best,

@@ -1,4 +1,4 @@
-"""Training a drafter: schedule, optimizer step, validation, processes.
+"""Training a drafter: optimizer step, validation, processes.
 
 The loss of a step is the mean over all its supervised positions, whatever batch or process they are in, so
 one process with accumulation 2 and two processes compute the same step. Several processes share weights,
@@ -81,16 +81,6 @@ class Processes:
             dist.destroy_process_group()
 
 
-def learning_rate(step: int, total: int, options: TrainSection) -> float:
-    """Return the rate of optimizer step `step` (from 0): linear warm-up, then half a cosine to min_lr_ratio."""
-    warmup = max(1, math.ceil(total * options.warmup_ratio))
-    if step < warmup:
-        return options.lr * (step + 1) / warmup
-    progress = (step - warmup) / max(1, total - warmup)
-    low = options.min_lr_ratio
-    return options.lr * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * progress)))
-
-
 def make_optimizer(model: Any, options: TrainSection) -> torch.optim.Optimizer:
     """Return AdamW over the trained parameters; weight decay on matrices only."""
     parameters = list(trainable(model).values())
@@ -100,29 +90,6 @@ def make_optimizer(model: Any, options: TrainSection) -> torch.optim.Optimizer:
     ]
     # fused: one pass over the weights instead of a dozen, on CPUs too
     return torch.optim.AdamW(groups, lr=options.lr, betas=(options.adam_betas[0], options.adam_betas[1]), fused=True)
-
-
-class Plan:
-    """The steps of a run: which samples go into which batch of which optimizer step."""
-
-    def __init__(self, samples: list[TrainingSample], options: TrainSection, batches_per_step: int) -> None:
-        self._samples, self._options, self.batches_per_step = samples, options, batches_per_step
-        self.steps_per_epoch = [-(-len(self.packed(epoch)) // batches_per_step) for epoch in range(options.epochs)]
-        self.total_steps = sum(self.steps_per_epoch)
-
-    def packed(self, epoch: int) -> list[list[TrainingSample]]:
-        """Return the batches of an epoch in their order."""
-        return pack(self._samples, self._options.batch_tokens, self._options.seed, epoch)
-
-    def steps(self, epoch: int) -> list[list[list[TrainingSample]]]:
-        """Return an epoch's optimizer steps, each a list of batches (the last step may have fewer)."""
-        packed, size = self.packed(epoch), self.batches_per_step
-        return [packed[start : start + size] for start in range(0, len(packed), size)]
-
-
-def supervised(members: list[TrainingSample], batch_tokens: int) -> int:
-    """Return how many positions of a batch carry loss, without loading it."""
-    return sum(int(sample.supervised(batch_tokens).sum()) for sample in members)
 
 
 class Trainer:

@@ -1,8 +1,6 @@
-"""Stage 06 with a fake engine: measuring, resuming, comparing, predicting, reporting."""
+"""Stage 06 with a fake engine: measuring, resuming, comparing, predicting."""
 
-import importlib.util
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,8 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 from support.fake_engine import install
+from support.pages import block_matplotlib
 
-from eagle3.benchmark import measurements, prediction, report
+from eagle3.benchmark import measurements, plan, prediction
 from eagle3.common import files
 from eagle3.common.options import BenchmarkOptions, EngineOptions
 from eagle3.engines import launch
@@ -22,14 +21,6 @@ from eagle3.training.acceptance import Acceptance
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = 6
-
-
-def block_matplotlib(folder):
-    """Return a folder that makes matplotlib look absent when it is on PYTHONPATH."""
-    blocked = folder / "blocked"
-    blocked.mkdir()
-    (blocked / "matplotlib.py").write_text("raise ImportError('blocked')\n")
-    return str(blocked)
 
 
 @pytest.fixture
@@ -64,13 +55,6 @@ def bench(tmp_path, monkeypatch):
         manifest=lambda: json.loads((out / "manifest.json").read_text()),
         requests=lambda: [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else [],
     )  # fmt: skip
-
-
-def script():
-    specification = importlib.util.spec_from_file_location("benchmark_script", ROOT / "06_benchmark.py")
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
 
 
 def test_measures_compares_and_reports(bench):
@@ -256,16 +240,16 @@ def test_predictions_are_made_on_the_measured_replies_at_once_and_kept(tmp_path,
 
 
 def test_states_for_the_prediction_come_from_a_vllm():
-    module, options = script(), BenchmarkOptions()
-    assert module.capture_engine(options) is options.engine
+    options = BenchmarkOptions()
+    assert plan.capture_engine(options) is options.engine
     options.benchmark.temperature = 0.7
-    assert module.capture_engine(options) is None
+    assert plan.capture_engine(options) is None
     options.benchmark.temperature = 0.0
     options.engine.kind, options.engine.args = "sglang", ["--attention-backend", "triton"]
-    found = module.capture_engine(options)  # this interpreter has it
+    found = plan.capture_engine(options)  # this interpreter has it
     assert (found.kind, found.args) == ("vllm", [])
     options.benchmark.capture_python = "/usr/bin/python3"
-    assert module.capture_engine(options) is None
+    assert plan.capture_engine(options) is None
 
 
 def test_a_margin_is_noise_when_rounding_could_have_turned_it(tiny_model):
@@ -297,64 +281,3 @@ def test_agreement_finds_the_first_difference():
     assert measurements.agreement(expected, found) == {
         "replies": 4, "identical": 1, "first_difference": {"b": 1, "c": 2, "d": 5}
     }  # fmt: skip
-
-
-# --- report -----------------------------------------------------------------------------------------------
-
-
-def hand_made_results():
-    times = {"mean": 1.25, "median": 1.0, "p95": 2.0}
-    shared = {"requests": 4, "seconds": 5.0, "output_tokens": 400, "latency_s": times, "s_per_token": times}
-    return {
-        "schema_version": 1,
-        "model": {"path": "/models/<verifier>", "identity": "a" * 64},
-        "drafter": {"path": "/drafters/d", "identity": "b" * 64},
-        "engine": {"kind": "vllm", "version": "0.32.0", "attached": False},
-        "settings": {"prompts": 4, "max_tokens": 100, "temperature": 0.0, "warmup_prompts": 2, "gpus": []},
-        "runs": [
-            {"name": "baseline_c1", "draft_tokens": 0, "concurrency": 1, "tokens_per_s": 80.0, "acceptance": None}
-            | shared,
-            {"name": "drafter-2_c1", "draft_tokens": 2, "concurrency": 1, "tokens_per_s": 120.0, "speedup": 1.5,
-             "acceptance": {"length": 1.987, "by_position": [0.654, 0.333]}, "difference": -0.025,
-             "predicted": {"length": 1.962, "by_position": [0.641, 0.321], "rounds": 9},
-             "lossless": {"replies": 4, "identical": 3, "first_difference": {"x": 7}}} | shared,
-            {"name": "drafter-2_c8", "draft_tokens": 2, "concurrency": 8, "tokens_per_s": 500.0, "speedup": 1.1,
-             "acceptance": None} | shared,
-        ],
-    }  # fmt: skip
-
-
-def render_again(directory, **env):
-    command = [sys.executable, "-m", "eagle3.report", str(directory)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | env)
-
-
-def test_report_renders_from_results_alone(tmp_path):
-    files.write_json(tmp_path / "results.json", hand_made_results())
-    result = render_again(tmp_path)
-    assert result.returncode == 0, result.stderr
-    page = (tmp_path / "report.html").read_text()
-    for text in ("1.987", "0.654", "1.962", "0.321", "-0.025", "1.50×", "3 of 4", "80.0", "unavailable"):
-        assert text in page and text in result.stdout, text
-    assert "/models/&lt;verifier&gt;" in page and "<verifier>" not in page
-    assert "http" not in page and "<script" not in page and page.count("data:image/png;base64,") == 2
-    for name in ("acceptance.png", "throughput.png"):
-        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
-
-
-def test_report_without_matplotlib_keeps_the_tables(tmp_path):
-    files.write_json(tmp_path / "results.json", hand_made_results())
-    result = render_again(tmp_path, PYTHONPATH=block_matplotlib(tmp_path))
-    assert result.returncode == 0 and "matplotlib is not installed" in result.stderr
-    page = (tmp_path / "report.html").read_text()
-    assert "1.987" in page and "data:image" not in page and not list(tmp_path.glob("*.png"))
-
-
-def test_report_refuses_what_it_does_not_know(tmp_path):
-    assert render_again(tmp_path).returncode == 3
-    files.write_json(tmp_path / "results.json", hand_made_results() | {"schema_version": 99})
-    result = render_again(tmp_path)
-    assert result.returncode == 3 and "schema version" in result.stderr and not (tmp_path / "report.html").exists()
-    with pytest.raises(SystemExit) as wrong:
-        report.main([])
-    assert wrong.value.code == 2

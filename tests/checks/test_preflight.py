@@ -188,10 +188,8 @@ def test_smoke_looks_at_engine_and_drafter_first(tiny_model, drafter, python, tm
     recorded = manifest(tmp_path / "out")
     assert {patch["state"] for patch in recorded["patches"]} == {"not needed"}
     change_tensors(tmp_path / "out/vllm", shift_offsets)  # the export is damaged after it was made
-    before = (tmp_path / "run/logs/out-smoke-server.log").stat().st_size
-    again = run_stage("05_fix_weight_keys.py", *shared, check=3, env=NO_GPU)
-    assert "mapping-consistent" in again.stderr
-    assert (tmp_path / "run/logs/out-smoke-server.log").stat().st_size == before
+    again = run_stage("05_fix_weight_keys.py", *shared, env=NO_GPU)
+    assert "model.safetensors is missing or damaged" in again.stderr and "smoke: first draft token" in again.stderr
 
 
 def test_facts_of_a_missing_engine(tmp_path):

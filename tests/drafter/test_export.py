@@ -21,12 +21,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.fake_engine import install
-from support.pipeline import ROOT, manifest, run_stage
+from support.pipeline import manifest, run_stage
 
 from eagle3.common import files, findings, tensor_files
 from eagle3.common.errors import PreconditionError
 from eagle3.common.versions import numbers
-from eagle3.drafter import checkpoint, export_checks, flat_config, network, verifier, vocab
+from eagle3.drafter import checkpoint, export_checks, export_files, flat_config, network, verifier, vocab
 from eagle3.training import checkpoints
 
 LAYERS = [2, 4, 5, 7]
@@ -170,14 +170,11 @@ def test_a_failed_check_is_an_error_and_nothing_is_written(tiny_model, published
 
 
 def test_a_full_disk_is_named_before_anything_is_written(facts, published, tmp_path, monkeypatch):
-    specification = importlib.util.spec_from_file_location("export_script", ROOT / "05_fix_weight_keys.py")
-    script = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(script)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
-    subject_ = subject(published, facts)
+    subject_, out = subject(published, facts), tmp_path / "out"
     with pytest.raises(PreconditionError, match="disk is too small"):
-        script.write(subject_, tmp_path / "out", script.plan(subject_, tmp_path / "out", False), False)
-    assert not (tmp_path / "out").exists()
+        export_files.write(subject_, out, export_files.files_to_write(subject_, out, False), False)
+    assert not out.exists()
 
 
 # --- in place ---------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from eagle3.drafter import checkpoint, flat_config, network, verifier, vocab
 from eagle3.states.store import StateStore, load_dataset
 from eagle3.training import batches, checkpoints
 from eagle3.training import trainer as training
+from eagle3.training.schedule import Schedule
 
 AUX = [2, 4, 5, 7]
 # A layer that is not the verifier's: heads, sizes, eps, positions, and RoPE with scaling.
@@ -28,13 +29,13 @@ SHAPE = {"intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads
 def trained(prepared, facts, d2t, t2d, epochs):
     """Return a drafter of SHAPE after a few epochs on every sample."""
     store = StateStore(prepared / "02_states")
-    samples = batches.read_samples(store, load_dataset(prepared / "02_states")[2])
+    samples = batches.read_samples(store, load_dataset(prepared / "02_states"))
     model = network.build(facts, AUX, d2t, t2d, network.layer_shape(facts) | SHAPE)
     options = TrainSection(batch_tokens=400, epochs=epochs)
     trainer = training.Trainer(model, store, options, training.Processes(0, 1, torch.device("cpu")))
-    plan = training.Plan(samples, options, 1)
+    schedule = Schedule(samples, options, 1)
     for epoch in range(epochs):
-        for members in plan.steps(epoch):
+        for members in schedule.steps(epoch):
             loaded = [trainer.load_batch(batch) for batch in members]
             trainer.step(loaded, loaded[0].supervised, 5e-3)
     return model
@@ -292,7 +293,7 @@ def test_a_reduced_drafter_is_trained_further(prepared, drafters, tiny_model, fa
     assert result["start"]["acceptance"] == rows[0]["acceptance"]
     # what the drafter predicts by itself on the held-out samples is what step 0 says
     store = StateStore(prepared / "02_states")
-    samples = batches.read_samples(store, load_dataset(prepared / "02_states")[2])
+    samples = batches.read_samples(store, load_dataset(prepared / "02_states"))
     held_out = batches.split(samples, 0.2, 0)[1]
     options = TrainSection(batch_tokens=100, validation_fraction=0.2)
     trainer = training.Trainer(network.continue_from(start, facts, AUX), store, options,

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from eagle3 import patches
 from eagle3.common import files
 from eagle3.common.errors import PreconditionError
 from eagle3.engines import lookup, patch_files, patching
@@ -57,7 +58,7 @@ def tree(folder):
 
 
 def run(*arguments):
-    return patching.main([*map(str, arguments)])
+    return patches.main([*map(str, arguments)])
 
 
 def states(folder):
@@ -136,11 +137,12 @@ def test_bytecode_that_python_would_not_check_is_removed(toy):
 
 
 def test_two_at_once_both_succeed(toy):
-    program = (f"import sys, time; from pathlib import Path; from eagle3.engines import patching, patch_files\n"
+    program = (f"import sys, time; from pathlib import Path\n"
+               f"from eagle3 import patches; from eagle3.engines import patching, patch_files\n"
                f"patch_files.PATCHES = Path({str(patch_files.PATCHES)!r})\n"
                f"real = patching._replace\n"
                f"patching._replace = lambda *given: (time.sleep(0.05), real(*given))\n"
-               f"sys.exit(patching.main(['apply', '--root', {str(toy)!r}, '--json']))")
+               f"sys.exit(patches.main(['apply', '--root', {str(toy)!r}, '--json']))")
     both = [subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE) for _ in range(2)]
     changed = [json.loads(process.communicate()[0])["changed"] for process in both]
     assert [process.returncode for process in both] == [0, 0]
@@ -225,14 +227,15 @@ def test_a_failure_in_the_middle_leaves_everything_as_it_was(toy, monkeypatch, c
 @pytest.mark.parametrize(("mend", "end"), [("apply", CHANGED), ("revert", RELEASED)])
 @pytest.mark.parametrize(("survivors", "named"), [(1, ["applied", "missing"]), (2, ["applied", "partly applied"])])
 def test_a_killed_run_is_named_and_mended(toy, mend, end, survivors, named):
-    program = (f"import os, signal, sys; from pathlib import Path; from eagle3.engines import patching, patch_files\n"
+    program = (f"import os, signal, sys; from pathlib import Path\n"
+               f"from eagle3 import patches; from eagle3.engines import patch_files\n"
                f"patch_files.PATCHES = Path({str(patch_files.PATCHES)!r})\n"
                f"real, left = os.replace, [{survivors + 3}]\n"  # three originals are kept first
                f"def replace(*given):\n"
                f"    left[0] -= 1\n"
                f"    os.kill(os.getpid(), signal.SIGKILL) if left[0] < 0 else real(*given)\n"
                f"os.replace = replace\n"
-               f"patching.main(['apply', '--root', {str(toy)!r}])")
+               f"patches.main(['apply', '--root', {str(toy)!r}])")
     killed = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert states(toy) == named

@@ -170,7 +170,7 @@ def test_changed_traces_and_options_are_refused(captured, tiny_model, tmp_path):
     row["completion_token_ids"] = row["completion_token_ids"][:-1]
     lines[0] = json.dumps(trace_rows.sealed({k: v for k, v in row.items() if k != "digest"}))
     path.write_text("\n".join(lines) + "\n")
-    assert "has changed since its states were captured" in extract(run_dir, tiny_model, check=3).stderr
+    assert "traces have changed since their states were captured" in extract(run_dir, tiny_model, check=3).stderr
 
 
 def test_flipped_bits_and_zero_tails_are_found_on_reading(captured, tmp_path):
@@ -227,6 +227,6 @@ def test_the_plan_is_refused_when_the_disk_is_too_small(tiny_model, tmp_path):
 
 def test_nothing_to_learn_stops_with_counts(captured):
     store = StateStore(captured / "02_states")
-    _, _, masks = load_dataset(captured / "02_states")
+    rows = load_dataset(captured / "02_states")
     with pytest.raises(PreconditionError, match="0 supervised of"):
-        read_samples(store, [mask * 0 for mask in masks])
+        read_samples(store, rows._replace(masks=[mask * 0 for mask in rows.masks]))

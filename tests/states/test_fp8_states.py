@@ -177,7 +177,7 @@ def test_training_reads_it(plain, small):
     batches = []
     for run_dir in (plain, small):
         store = StateStore(run_dir / "02_states")
-        samples = read_samples(store, load_dataset(run_dir / "02_states")[2])
+        samples = read_samples(store, load_dataset(run_dir / "02_states"))
         batches.append(collate(store, samples, 64, 3, verify=True))
     before, after = batches
     assert after.aux.dtype == after.teacher.dtype == torch.bfloat16

@@ -7,14 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.pages import SHOWN, hides, hostile, is_harmless, tables_scroll
 
-from eagle3.common import files
+from eagle3 import datareport
+from eagle3.common import files, pages
 from eagle3.common.errors import PreconditionError
 from eagle3.traces import data_report, trace_rows, trace_statistics
 
 ROOT = Path(__file__).resolve().parents[2]
 CLOSING, END = 7, 2
-NASTY = '<script>alert("x")</script> & $\\frac{\u202e\x00 \udcff 日本'
 
 
 def row(name: str, completion: list[int] | int, **more: object) -> dict:
@@ -39,7 +40,7 @@ def put(folder: Path, rows: list[dict], skipped: list[dict] = (), failures: list
 @pytest.fixture
 def without_plots(monkeypatch):
     """Drawing takes most of the time of a report."""
-    monkeypatch.setattr(data_report, "_plots", lambda report, directory: [])
+    monkeypatch.setattr(pages, "save_plots", lambda directory, report, drawings: [])
 
 
 def test_counts_and_token_statistics_by_source(tmp_path):
@@ -127,24 +128,35 @@ def test_loops_equal_replies_and_settings_are_found(tmp_path, without_plots):
     assert ">Sampling<" in (tmp_path / "data_report.html").read_text()
 
 
-def test_the_page_comes_from_the_json_alone_and_texts_in_it_are_text(tmp_path):
-    put(tmp_path, [row(NASTY.replace("\udcff", ""), 30, source=NASTY, content=NASTY * 50, reasoning=NASTY, model=NASTY,
-                       finish_reason=NASTY, token_source=NASTY), row("b", 3000, source="_hidden"),
-                   row("c", 20, source="_hidden", prompt={})],
-        skipped=[{"id": NASTY + "2", "reason": NASTY, "source": NASTY}])
+def test_a_text_in_any_field_stays_text_on_the_page_and_in_the_terminal(tmp_path, capsys):
+    asked = {"messages": [{"role": "user", "content": hostile("asked")}]}
+    put(tmp_path, [
+        row(hostile("first"), 30, source=hostile("source"), model=hostile("model"), prompt=asked,
+            content=hostile("reply"), reasoning=hostile("reasoning") * 20, finish_reason=hostile("ended"),
+            token_source=hostile("origin"), sampling={"name": hostile("setting")}),
+        row(hostile("second"), 40, content=hostile("reply")), row("c", 3000, source="_hidden", prompt={}),
+    ], skipped=[{"id": "s", "reason": hostile("skipped"), "source": hostile("lost")}],
+        failures=[{"id": "f", "reason": hostile("failed")}])
+    assert datareport.main([str(tmp_path)]) == 0
+    page = is_harmless(tmp_path / "data_report.html")
+    for name in ("model", "source", "lost", "ended", "skipped", "failed", "setting", "origin", "first", "second",
+                 "asked", "reasoning", "reply"):
+        assert name + SHOWN in page.text, name
+    output = capsys.readouterr().out
+    assert "source" + SHOWN in output and not any(map(hides, output))
+
+
+def test_the_page_comes_from_the_json_alone(tmp_path):
+    put(tmp_path, [row("a", 30, content="日本 reply " * 100), row("b", 3000, source="_hidden")])
     data_report.write(tmp_path)
     page = (tmp_path / "data_report.html").read_text(encoding="utf-8")
-    assert "<script" not in page
-    assert "&lt;script&gt;" in page
-    assert not {"\x00", "\u202e"} & set(page)
-    assert "日本" in page
-    assert "characters…" in page
-    assert all(link.startswith("data:image/png") for link in page.split('src="')[1:])
+    assert "日本" in page and "characters…" in page and page.count("data:image/png;base64,") == 2
+    assert tables_scroll(is_harmless(tmp_path / "data_report.html"))
     assert json.loads((tmp_path / "data_report.json").read_text())["histograms"]["content"]["log"]
     for path in tmp_path.iterdir():
         if path.name != "data_report.json":
             path.unlink()
-    assert data_report.main([str(tmp_path), "--render"]) == 0
+    assert datareport.main([str(tmp_path), "--render"]) == 0
     assert (tmp_path / "data_report.html").read_text(encoding="utf-8") == page
 
 
@@ -172,7 +184,7 @@ def test_nothing_to_report_is_a_report_and_what_is_broken_an_error(tmp_path):
     put(tmp_path, [row("a", 5)])
     path = tmp_path / "traces.jsonl"
     path.write_bytes(path.read_bytes().replace(b"reply to a", b"reply to b"))
-    assert data_report.main([str(tmp_path)]) == 3
+    assert datareport.main([str(tmp_path)]) == 3
     files.write_json(tmp_path / "data_report.json", {"schema_version": 99})
     with pytest.raises(PreconditionError, match="another schema version"):
         data_report.render(tmp_path)

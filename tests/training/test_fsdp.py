@@ -17,6 +17,7 @@ from eagle3.drafter import network, verifier, vocab
 from eagle3.states.store import StateStore, load_dataset
 from eagle3.training import batches, checkpoints
 from eagle3.training import trainer as training
+from eagle3.training.schedule import Schedule
 
 # Five batches in steps of two: in the third the second process has none. The norm is one that clips.
 OPTIONS = TrainSection(batch_tokens=100, lr=1e-3, max_grad_norm=0.5)
@@ -28,10 +29,10 @@ def trainer_of(run_dir, model, processes, seed=0, options=OPTIONS):
     facts = verifier.read(model)
     mapping = vocab.load_mapping(run_dir / "03_vocab" / vocab.MAPPING)
     store = StateStore(run_dir / "02_states")
-    samples = batches.read_samples(store, load_dataset(run_dir / "02_states")[2])
+    samples = batches.read_samples(store, load_dataset(run_dir / "02_states"))
     built = network.build(facts, [2, 4, 5, 7], *mapping, network.layer_shape(facts), seed=seed)
     trainer = training.Trainer(built, store, options, processes)
-    packed = training.Plan(samples, options, 1).packed(0)[:5]
+    packed = Schedule(samples, options, 1).packed(0)[:5]
     return trainer, [packed[start : start + 2] for start in (0, 2, 4)], facts
 
 

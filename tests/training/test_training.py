@@ -20,6 +20,7 @@ from eagle3.states.store import StateStore, load_dataset
 from eagle3.training import acceptance, batches, checkpoints, ttt
 from eagle3.training import trainer as training
 from eagle3.training.batches import TrainingSample
+from eagle3.training.schedule import Schedule, learning_rate, supervised
 
 # --- batches ----------------------------------------------------------------------------------------------
 
@@ -98,7 +99,7 @@ def parts(prepared, tiny_model):
     facts = verifier.read(tiny_model)
     d2t, t2d = vocab.load_mapping(prepared / "03_vocab" / vocab.MAPPING)
     store = StateStore(prepared / "02_states")
-    samples = batches.read_samples(store, load_dataset(prepared / "02_states")[2])
+    samples = batches.read_samples(store, load_dataset(prepared / "02_states"))
 
     def build(**more):
         return network.build(facts, [2, 4, 5, 7], d2t, t2d, network.layer_shape(facts), **more)
@@ -186,7 +187,7 @@ def test_a_cut_sample_ends_its_loss_before_the_cut(parts):
     sample = replace(samples[0], loss_mask=np.ones_like(samples[0].loss_mask))
     batch = batches.collate(store, [sample, samples[1]], 10, 3, verify=False)
     assert batch.lengths[0] == 10 and batch.mask[:10].tolist() == [True] * 9 + [False]
-    assert training.supervised([sample], 10) == 9
+    assert supervised([sample], 10) == 9
 
 
 def test_a_batch_with_nothing_to_learn_changes_nothing(parts, one_process):
@@ -197,7 +198,7 @@ def test_a_batch_with_nothing_to_learn_changes_nothing(parts, one_process):
     mask[10:] = True
     sample = replace(samples[0], loss_mask=mask)
     batch = trainer.load_batch([sample])
-    assert batch.supervised == training.supervised([sample], 8) == 0
+    assert batch.supervised == supervised([sample], 8) == 0
     before = {name: parameter.clone() for name, parameter in checkpoints.trainable(trainer.model).items()}
     result = trainer.validate([sample])
     assert result["loss"] == 0.0 and result["acceptance"]["rounds"] == 0
@@ -238,18 +239,18 @@ def test_a_layer_of_another_shape_is_left_alone(parts, tiny_model):
 
 def test_the_learning_rate_rises_then_falls_to_its_floor():
     options = TrainSection(lr=1.0, warmup_ratio=0.1, min_lr_ratio=0.1)
-    rates = [training.learning_rate(step, 100, options) for step in range(100)]
+    rates = [learning_rate(step, 100, options) for step in range(100)]
     assert rates[:10] == pytest.approx([0.1 * (k + 1) for k in range(10)])
     assert max(rates) == 1.0 and rates[-1] == pytest.approx(0.1, abs=1e-3)
     assert all(a >= b for a, b in zip(rates[10:], rates[11:], strict=False))
 
 
-def take_steps(trainer, plan, first, last):
-    steps = plan.steps(0)[first:last]
+def take_steps(trainer, schedule, first, last):
+    steps = schedule.steps(0)[first:last]
     for number, members in enumerate(steps, start=first):
         loaded = [trainer.load_batch(batch) for batch in members]
-        total = sum(training.supervised(batch, trainer.options.batch_tokens) for batch in members)
-        figures = trainer.step(loaded, total, training.learning_rate(number, plan.total_steps, trainer.options))
+        total = sum(supervised(batch, trainer.options.batch_tokens) for batch in members)
+        figures = trainer.step(loaded, total, learning_rate(number, schedule.total_steps, trainer.options))
     return figures
 
 
@@ -264,9 +265,9 @@ def test_accumulation_equals_one_large_batch(parts, one_process):
     for tokens, accumulation in ((10_000, 1), (200, 100)):
         options = TrainSection(batch_tokens=tokens, accumulation=accumulation, lr=1e-3)
         trainer = training.Trainer(build(), store, options, one_process)
-        plan = training.Plan(samples, options, accumulation)
-        assert plan.total_steps == options.epochs
-        results.append(take_steps(trainer, plan, 0, 1))
+        schedule = Schedule(samples, options, accumulation)
+        assert schedule.total_steps == options.epochs
+        results.append(take_steps(trainer, schedule, 0, 1))
     assert results[0]["loss"] == pytest.approx(results[1]["loss"], rel=2e-3)
     assert results[0]["grad_norm"] == pytest.approx(results[1]["grad_norm"], rel=2e-2)
 
@@ -274,15 +275,15 @@ def test_accumulation_equals_one_large_batch(parts, one_process):
 def test_four_steps_equal_two_plus_resume_plus_two(parts, one_process, tiny_model, tmp_path):
     build, store, samples = parts
     options = TrainSection(batch_tokens=100, lr=1e-3)
-    plan = training.Plan(samples, options, 1)
+    schedule = Schedule(samples, options, 1)
     straight = training.Trainer(build(), store, options, one_process)
-    expected = take_steps(straight, plan, 0, 4)
+    expected = take_steps(straight, schedule, 0, 4)
     first = training.Trainer(build(), store, options, one_process)
-    take_steps(first, plan, 0, 2)
+    take_steps(first, schedule, 0, 2)
     folder = checkpoints.save(tmp_path, 2, first.model, verifier.read(tiny_model), first.optimizer, {"step": 2})
     second = training.Trainer(build(seed=99), store, options, one_process)
     assert checkpoints.load(folder, second.model, second.optimizer)["step"] == 2
-    assert take_steps(second, plan, 2, 4) == expected
+    assert take_steps(second, schedule, 2, 4) == expected
     for name, parameter in checkpoints.trainable(straight.model).items():
         assert torch.equal(parameter, checkpoints.trainable(second.model)[name]), name
 
@@ -311,8 +312,8 @@ def test_a_drafter_learns_and_the_prediction_follows(parts, one_process):
     trainer = training.Trainer(build(), store, options, one_process)
     before = trainer.validate(samples)
     for epoch in range(options.epochs):
-        plan = training.Plan(samples, options, 1)
-        for members in plan.steps(epoch):
+        schedule = Schedule(samples, options, 1)
+        for members in schedule.steps(epoch):
             loaded = [trainer.load_batch(batch) for batch in members]
             trainer.step(loaded, loaded[0].supervised, 5e-3)
     after = trainer.validate(samples)

@@ -22,7 +22,8 @@ from eagle3.drafter import network, verifier, vocab
 from eagle3.states.store import StateStore, load_dataset
 from eagle3.training import batches, checkpoints
 from eagle3.training.loop import Loop
-from eagle3.training.trainer import Plan, Processes, Trainer
+from eagle3.training.schedule import Schedule
+from eagle3.training.trainer import Processes, Trainer
 
 # A stage without torch. What its workers do is in TOY, one word for each.
 TOY = '''"""A toy."""
@@ -255,14 +256,14 @@ def loop(prepared, tiny_model, tmp_path):
     facts = verifier.read(tiny_model)
     mapping = vocab.load_mapping(prepared / "03_vocab" / vocab.MAPPING)
     store = StateStore(prepared / "02_states")
-    samples = batches.read_samples(store, load_dataset(prepared / "02_states")[2])
+    samples = batches.read_samples(store, load_dataset(prepared / "02_states"))
     options = TrainSection(batch_tokens=300, lr=1e-3, epochs=2)
 
     def make(check_stop=lambda: None):
         stage = SimpleNamespace(directory=tmp_path, signal=None, check_stop=check_stop)
         model = network.build(facts, [2, 4, 5, 7], *mapping, network.layer_shape(facts))
         trainer = Trainer(model, store, options, Processes(0, 1, torch.device("cpu")))
-        made = Loop(stage, facts, trainer, Plan(samples, options, 1), samples[:4], [2, 4, 5, 7])
+        made = Loop(stage, facts, trainer, Schedule(samples, options, 1), samples[:4], [2, 4, 5, 7])
         made.saved_at = time.monotonic()
         made.resume()
         return made
@@ -351,7 +352,7 @@ def test_a_signal_during_validation_keeps_the_steps_before_it(loop):
     with pytest.raises(Interrupted):
         stopped.epoch(0, None)
     resumed = loop()
-    assert (resumed.counters["step"], resumed.counters["epoch"]) == (resumed.plan.steps_per_epoch[0], 0)
+    assert (resumed.counters["step"], resumed.counters["epoch"]) == (resumed.schedule.steps_per_epoch[0], 0)
     resumed.epoch(0, None)  # validates only
     straight = resumed.counters
     shutil.rmtree(resumed.root)
@@ -379,16 +380,16 @@ def test_a_kill_between_metrics_and_checkpoint_repeats_no_row(loop, monkeypatch)
     resumed = loop()
     resumed.epoch(0, None)
     rows = [(row["kind"], row["step"]) for _, row in files.read_jsonl(resumed.metrics)]
-    assert len(rows) == len(set(rows)) == resumed.plan.steps_per_epoch[0] + 1
+    assert len(rows) == len(set(rows)) == resumed.schedule.steps_per_epoch[0] + 1
 
 
 def test_a_states_file_that_is_gone_is_not_passed_over(prepared, tmp_path):
     shutil.copytree(prepared / "02_states", tmp_path / "s")
-    store, masks = StateStore(tmp_path / "s"), load_dataset(tmp_path / "s")[2]
+    store, rows = StateStore(tmp_path / "s"), load_dataset(tmp_path / "s")
     store.path(5).unlink()
-    assert len(batches.read_samples(store, masks, limit=5)) > 0
+    assert len(batches.read_samples(store, rows, limit=5)) > 0
     with pytest.raises(PreconditionError, match="hs_5.safetensors"):
-        batches.read_samples(store, masks)
+        batches.read_samples(store, rows)
 
 
 # --- real processes -----------------------------------------------------------------------------------------
@@ -441,9 +442,9 @@ def test_a_killed_worker_costs_nothing(two, prepared, tiny_model, tmp_path):
 def test_a_file_that_one_process_cannot_read_ends_all_with_its_fix(prepared, tiny_model, tmp_path):
     states = tmp_path / "02_states"
     shutil.copytree(prepared / "02_states", states)
-    samples = batches.read_samples(StateStore(states), load_dataset(states)[2])
+    samples = batches.read_samples(StateStore(states), load_dataset(states))
     training, _ = batches.split(samples, 0.2, 0)
-    of_second = Plan(training, TrainSection(batch_tokens=100), 2).steps(0)[0][1][0]
+    of_second = Schedule(training, TrainSection(batch_tokens=100), 2).steps(0)[0][1][0]
     path = StateStore(states).path(of_second.i)
     path.write_bytes(path.read_bytes()[:-64] + b"\0" * 64)
     failed = run_stage("04_train.py", *arguments(prepared, tiny_model, tmp_path / "out", "--gpus", 2), "--states",

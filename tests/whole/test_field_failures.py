@@ -16,10 +16,11 @@ from support.pipeline import ROOT, change_config, change_tensors, run_stage, wri
 from support.stub_server import Stub
 from test_patches import released
 
+from eagle3 import patches
 from eagle3.common import files
 from eagle3.common.options import BenchmarkOptions
 from eagle3.common.script import run_script
-from eagle3.engines import patch_files, patching
+from eagle3.engines import patch_files
 
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 PROMPTS = ROOT / "prompts" / "benchmark.jsonl"
@@ -112,9 +113,9 @@ def needs_patches_until_they_are_applied(python, kimi, drafter, benchmark_here, 
     told = capsys.readouterr().err
     assert "vllm needs patches to serve EAGLE-3 on a Kimi" in told and command in told
     assert "missing" in told and "0.18.0 or newer" in told
-    assert patching.main(command.split()[3:]) == 0
+    assert patches.main(command.split()[3:]) == 0
     assert benchmark_here(kimi, drafter, python, "--dry-run") == 0
-    assert patching.main(["revert", "--python", str(python)]) == 0
+    assert patches.main(["revert", "--python", str(python)]) == 0
     assert benchmark_here(kimi, drafter, python, "--dry-run") == 3
 
 

@@ -1,0 +1,59 @@
+"""The dry run of stage 02: how many states would be captured with what, and the disk and time that they take."""
+
+import shlex
+import sys
+from pathlib import Path
+
+from eagle3.common import log
+from eagle3.common.options import ExtractOptions
+from eagle3.common.stage import Stage
+from eagle3.drafter.verifier import Verifier
+from eagle3.dryrun import foreseen
+from eagle3.dryrun.dry_run import DryRun
+from eagle3.states.sizes import stored_as
+from eagle3.states.store import bytes_per_token
+
+
+def describe(options: ExtractOptions, stage: Stage, facts: Verifier, traces: Path) -> None:
+    """Print what a run would do, from manifests and JSON files only."""
+    extract, engine, dry = options.extract, options.engine, DryRun(stage, facts.folder)
+    planned = None if extract.traces else foreseen.traces(stage, facts)
+    samples, tokens = foreseen.limited(stage.upstream(traces, "--traces", planned)["counts"], stage.common.limit)
+    layers = facts.layers(options.model.layers)
+    dry.say("reads", f"{traces}: {samples:,} samples, {tokens:,} tokens")
+    dry.say("model", f"{facts.folder}: {facts.architecture}, {facts.num_layers} layers, hidden {facts.hidden_size}; "
+            f"captures {layers}")
+    if extract.backend == "vllm":
+        dry.say("engine", dry.engine(engine))
+    dtype = dry.dtype(extract.dtype, engine)
+    captured, per_token = (bytes_per_token(facts.hidden_size, form, len(layers))
+                           for form in (dtype, stored_as(extract, dtype)))
+    needed, values = tokens * per_token, len(layers) * facts.hidden_size
+    scales = f", {4 * len(layers)} for scales" if extract.states_dtype == "fp8" else ""
+    dry.say("writes", f"{stage.directory}: {log.size(needed)}, {log.size(needed / max(1, samples))} a sample; "
+            f"{per_token // values * values:,} bytes a token ({len(layers)} x {facts.hidden_size} x "
+            f"{per_token // values}){scales}, 8 for its id (estimate)")
+    if scales:
+        dry.say("", f"fp8 instead of {log.size(tokens * captured)}; stage 04 decodes it, speculators train with "
+                "--hidden-states-backend fp8")
+    if extract.backend == "vllm":
+        batch = max(extract.batch_tokens, extract.max_length)
+        describe_engine(dry, options, batch, more=batch * (2 * captured + (per_token + captured if scales else 0)))
+    else:
+        dry.say("starts", "transformers in a process of its own, one sequence at a time")
+    if dry.known:
+        seconds = dry.known.load_s + dry.known.capture_seconds(tokens)
+        dry.time(seconds, f"{log.duration(dry.known.load_s)} for loading, then {dry.known.capture_rate:,.0f} tok/s, "
+                 f"as in {dry.known.name}")
+    dry.disk(stage.directory, needed, f"{samples} samples")
+    dry.end()
+
+
+def describe_engine(dry: DryRun, options: ExtractOptions, batch: int, more: int) -> None:
+    """Print how the capturing engine is started, and its memory: `batch` tokens a pass, `more` bytes for states."""
+    engine = options.engine
+    dry.say("starts", f"{engine.python or sys.executable} -m eagle3.states.engine_side, which loads vLLM with "
+            + shlex.join([*engine.args, "--tensor-parallel-size", str(engine.tensor_parallel_size),
+                          "--max-model-len", str(options.extract.max_length + 1), "--max-num-batched-tokens",
+                          str(batch), "--enforce-eager", "--no-enable-prefix-caching"]))
+    dry.memory(engine, prefill=batch, cached=batch, why="one pass", more=more)

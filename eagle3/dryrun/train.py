@@ -1,0 +1,47 @@
+"""The dry run of stage 04: the drafter's size, the steps of its training, memory, disk and time."""
+
+import math
+from pathlib import Path
+
+from eagle3.common import log
+from eagle3.common.options import TrainOptions
+from eagle3.common.stage import Stage
+from eagle3.drafter.flat_config import layer_shape
+from eagle3.drafter.verifier import Verifier
+from eagle3.dryrun import estimates, foreseen
+from eagle3.dryrun.dry_run import DryRun
+from eagle3.training.lineage import check_lineage
+
+
+def describe(options: TrainOptions, stage: Stage, facts: Verifier, states: Path, mapping: Path) -> None:
+    """Print what a run would do, from manifests only (estimates are marked)."""
+    train, dry = options.train, DryRun(stage, facts.folder)
+    upstream = {
+        "states": stage.upstream(states, "--states", None if train.states else foreseen.states(stage, facts)),
+        "vocab": stage.upstream(mapping, "--vocab", None if train.vocab else foreseen.vocab(stage, facts)),
+    }
+    check_lineage(upstream, facts, states, mapping, mapping_named=bool(train.vocab))
+    samples, tokens = foreseen.limited(upstream["states"]["counts"], stage.common.limit)
+    layer = dry.published(train.init_from) if train.init_from else layer_shape(facts, train.intermediate_size)
+    drafter = estimates.drafter(facts, upstream["vocab"]["draft_vocab_size"], layer)
+    a_step = train.batch_tokens * train.accumulation * train.gpus
+    steps = math.ceil(tokens * (1 - train.validation_fraction) / a_step) * train.epochs
+    dry.say("reads", f"{samples:,} samples, {tokens:,} tokens; draft vocabulary {drafter.vocab:,}")
+    operations = drafter.flops_per_token(train.ttt_steps) / 1e9
+    dry.say("trains", f"{drafter.trained:,} of {drafter.total:,} parameters; {train.epochs} epochs, about {steps:,} "
+            f"steps of {a_step:,} tokens, {train.ttt_steps} TTT steps, {operations:.3g} GFLOP a token (estimate)")
+    kept = train.keep_checkpoints + 2
+    dry.say("writes", f"{stage.directory / 'checkpoints'}: {log.size(drafter.checkpoint_bytes)} a checkpoint every "
+            f"{train.save_every_min:g} minutes, up to {kept} kept and one being written (estimate)")
+    dry.say("starts", f"{train.gpus} processes of this script, one a GPU" if train.gpus > 1 else "one process")
+    bf16 = dry.trains_in_bf16(train.dtype)
+    activations = drafter.activation_bytes(train.batch_tokens, train.ttt_steps, bf16)
+    dry.say("memory", f"on each of {train.gpus}: {log.size(drafter.state_bytes(train.gpus))} of weights, gradients, "
+            f"moments, {log.size(drafter.whole_bytes(train.gpus, bf16))} frozen or gathered, at most "
+            f"{log.size(activations)} for the backward pass of {train.batch_tokens:,} tokens (estimate)")
+    if dry.known:
+        dry.time(dry.known.training_seconds(tokens, train.epochs, train.gpus), f"{tokens:,} tokens x {train.epochs} "
+                 f"epochs at {train.gpus} times the rate of one GPU in {dry.known.name}: at best")
+    dry.gpus(train.gpus)
+    dry.disk(stage.directory, drafter.checkpoint_bytes * (kept + 1), "the checkpoints")
+    dry.end()
