@@ -98,7 +98,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def point(pointer: Path, target: str) -> None:
-    """Let `pointer` lead to `target`, a name in its own directory, in one step.
+    """Let `pointer` lead to the folder `target` beside it in one step.
 
     It becomes a symbolic link, or, where the file system has none, a text file of that name: `followed` reads both.
     """
@@ -116,11 +116,11 @@ def point(pointer: Path, target: str) -> None:
 
 
 def followed(path: Path) -> Path:
-    """Return where a pointer leads: the path itself, unless it is a text file with a name beside it (see `point`)."""
+    """Return where a pointer leads: the path itself, unless it is a text file that names a folder beside it."""
     if not path.is_file() or path.stat().st_size > _POINTER_BYTES:
         return path
     name = path.read_bytes().decode(errors="replace").strip()
-    return path.parent / name if name and Path(name).name == name else path
+    return path.parent / name if name and Path(name).name == name != ".." and (path.parent / name).is_dir() else path
 
 
 def read_json(path: Path, *, fix: str = "") -> Any:

@@ -4,7 +4,6 @@ Lustre, FUSE, FAT and mounts of object stores lack one call or another, and say 
 after hours. Each is made here once, on small files in a folder of its own that is removed again: milliseconds.
 """
 
-import contextlib
 import os
 import shutil
 from collections.abc import Callable
@@ -13,11 +12,6 @@ from pathlib import Path
 from eagle3.common import files
 from eagle3.common.errors import PreconditionError
 from eagle3.common.log import logger
-
-# What nothing here can do without: a file is complete under its name or not there, and an index only grows.
-_NEEDED: dict[str, Callable[[Path], object]] = {}
-# What there is a way around, and which.
-_MISSED: dict[str, tuple[str, Callable[[Path], object]]] = {}
 
 
 def look(directory: Path) -> list[str]:
@@ -93,17 +87,18 @@ def _sync_folder(folder: Path) -> None:
 
 def _link(folder: Path) -> None:
     os.symlink("old", folder / "link")
-    with contextlib.suppress(FileNotFoundError):
-        os.symlink("new", folder / "link.new")
-        os.replace(folder / "link.new", folder / "link")
+    os.symlink("new", folder / "link.new")
+    os.replace(folder / "link.new", folder / "link")
 
 
-_NEEDED |= {
+# What nothing here can do without: a file is complete under its name or not there, and an index only grows.
+_NEEDED: dict[str, Callable[[Path], object]] = {
     "rename a file over another": lambda folder: os.replace(folder / "new", folder / "old"),
     "append to a file and cut it": _grow,
     "rename a folder": _move,
 }
-_MISSED |= {
+# What there is a way around, and which.
+_MISSED: dict[str, tuple[str, Callable[[Path], object]]] = {
     "sync of files": ("a power cut may cost what was finished, a kill does not", _sync_file),
     "sync of folders": ("a power cut may cost what was finished last, a kill does not", _sync_folder),
     "symbolic links": ("best and last are text files with the checkpoint's name, which every stage here reads", _link),
