@@ -88,7 +88,7 @@ def read_export(options: ExportOptions, stage: Stage) -> Export:
     """Return the checkpoint with all that is known about it; PreconditionError when there is none."""
     section = options.export
     facts = verifier.read(Path(config.require(options.model.path, "--model", "the verifier")))
-    folder = stage.path_of(section.checkpoint, "04_train/checkpoints/best")
+    folder = files.followed(stage.path_of(section.checkpoint, "04_train/checkpoints/best"))
     fix = "run 04_train.py first, or name a checkpoint with --checkpoint"
     if not folder.is_dir():
         raise PreconditionError("there is no checkpoint", where=folder, fix=fix)
