@@ -22,10 +22,10 @@ from eagle3.common import files, tensor_files
 from eagle3.common.errors import PreconditionError
 from eagle3.common.log import logger
 from eagle3.drafter import network as drafters
-from eagle3.drafter.checkpoint import TRAINING
+from eagle3.drafter.checkpoint import CHECKSUMS, TRAINING
 from eagle3.drafter.verifier import Verifier
 
-STATE, COUNTERS, CHECKSUMS = "trainer_state.safetensors", TRAINING, "checksums.json"
+STATE, COUNTERS = "trainer_state.safetensors", TRAINING
 # In the order in which the safetensors library lays tensors out.
 _TYPES = {torch.int64: "I64", torch.float32: "F32", torch.bfloat16: "BF16", torch.bool: "BOOL"}
 _FOLDER = re.compile(r"step_(0|[1-9][0-9]*)")  # what was copied by hand beside them is left alone
