@@ -53,7 +53,8 @@ def require_written(export: Export, folder: Path, python: str | None = None) -> 
 
 
 def _named(name: str, check: Callable[[], Finding]) -> Finding:
-    return dataclasses.replace(export_checks.attempted(check), name=name, reason="an engine reads the file, not what was meant to be in it")
+    reason = "an engine reads the file, not what was meant to be in it"
+    return dataclasses.replace(export_checks.attempted(check), name=name, reason=reason)
 
 
 def _tensors(export: Export, folder: Path) -> Finding:

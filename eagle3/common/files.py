@@ -126,11 +126,19 @@ def followed(path: Path) -> Path:
 def read_json(path: Path, *, fix: str = "") -> Any:
     """Return the JSON value in `path`; PreconditionError when it is missing or not JSON."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse_json(path.read_bytes())
     except FileNotFoundError:
         raise PreconditionError("a file is missing", where=path, fix=fix) from None
     except (ValueError, IsADirectoryError) as error:
         raise PreconditionError("not a JSON file", where=path, found=error, fix=fix) from None
+
+
+def parse_json(data: bytes) -> Any:
+    """Return the JSON value in UTF-8 bytes; ValueError when there is none, also for one nested beyond reason."""
+    try:
+        return json.loads(data.decode())
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def sha256_file(path: Path) -> str:
@@ -186,7 +194,7 @@ def read_jsonl(path: Path, start: int = 0) -> Iterator[tuple[int, dict[str, Any]
             if not line.endswith(b"\n"):
                 return
             try:
-                value = json.loads(line)
+                value = parse_json(line)
                 if not isinstance(value, dict):
                     raise ValueError(f"a JSON {type(value).__name__}, not an object")
             except ValueError as error:

@@ -100,7 +100,7 @@ def read_header(path: Path) -> dict[str, Entry]:
         return _entries(path, header, data, size)
     except FileNotFoundError:
         raise PreconditionError("a file of weights is missing", where=path) from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise PreconditionError("not a whole safetensors file", where=path, found=error,
                                 fix="copy it again; it may have been cut off") from None
 
@@ -116,7 +116,10 @@ def parse_header(buffer: Any, size: int | None = None) -> tuple[dict[str, Any], 
     text = bytes(buffer[_LENGTH_BYTES : _LENGTH_BYTES + length])
     if text[:1] != b"{":
         raise ValueError("the header does not begin with {")
-    return json.loads(text.decode(), object_pairs_hook=_unlike, parse_constant=_no_number), _LENGTH_BYTES + length
+    header = json.loads(text.decode(), object_pairs_hook=_unlike, parse_constant=_no_number)
+    if b"\\u" in text:
+        json.dumps(header, ensure_ascii=False).encode()  # half a surrogate pair is no text, nor for the library
+    return header, _LENGTH_BYTES + length
 
 
 def _unlike(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -150,8 +153,8 @@ def make_header(tensors: Mapping[str, tuple[str, Sequence[int], int]], metadata:
 
 
 def _entries(path: Path, header: dict[str, Any], data: int, size: int) -> dict[str, Entry]:
-    metadata = header.get("__metadata__") or {}
-    if not all(isinstance(value, str) for value in metadata.values()):
+    metadata = header.get("__metadata__")
+    if metadata is not None and not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("__metadata__ holds more than texts")
     found = [(name, _entry(path, name, each, data)) for name, each in header.items() if name != "__metadata__"]
     found.sort(key=lambda item: (item[1].start, item[1].size))

@@ -41,7 +41,8 @@ def run(export: Export, *, values: bool = True) -> list[Finding]:
 def finding_of(check: Callable[[Export], Finding], export: Export) -> Finding:
     """Return what one check finds, under its name and with its reason; what it cannot read is a failure."""
     reason = " ".join((check.__doc__ or "").split())
-    return Finding(**asdict(attempted(lambda: check(export))) | {"name": check.__name__.replace("_", "-"), "reason": reason})
+    found, name = attempted(lambda: check(export)), check.__name__.replace("_", "-")
+    return Finding(**asdict(found) | {"name": name, "reason": reason})
 
 
 def attempted(check: Callable[[], Finding]) -> Finding:

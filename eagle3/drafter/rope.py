@@ -36,6 +36,9 @@ def normal(config: dict[str, Any], spelling: str = "both") -> Rope:
     rope = dict(told) if new or old else {name: value for name, value in config.items() if name in _KEYS}
     kind = rope.pop("type", None)
     rope["rope_type"] = rope.get("rope_type") or kind or "default"
+    if not isinstance(rope["rope_type"], str):
+        raise PreconditionError("RoPE is of no type", where="rope_type", expected=", ".join(_TYPES),
+                                found=f"{rope['rope_type']!r:.80}")
     rope["rope_type"] = _OTHER_NAMES.get(rope["rope_type"], rope["rope_type"])
     theta = config.get("rope_theta") if spelling == "old" else rope.get("rope_theta") or config.get("rope_theta")
     rope["rope_theta"] = float(theta or DEFAULT_THETA) if _is_number(theta) or not theta else theta
@@ -200,8 +203,6 @@ def _require_plain(rope: Rope) -> None:
     wrong = {name: rope[name] for name in _NUMBERS if name in rope and not (_is_number(rope[name]) and rope[name] > 0)}
     wrong |= {name: rope[name] for name in _LISTS if name in rope and not (
         isinstance(rope[name], list) and rope[name] and all(_is_number(each) and each > 0 for each in rope[name]))}
-    if not isinstance(rope["rope_type"], str):
-        wrong["rope_type"] = rope["rope_type"]
     if not wrong and rope.get("partial_rotary_factor", 1.0) > 1:
         wrong["partial_rotary_factor"] = rope["partial_rotary_factor"]
     if wrong:

@@ -3,10 +3,16 @@
 import json
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-ODD: list[Any] = [None, True, False, 0, 1, -1, 3, 1 << 70, 2.5, -0.0, 1e308, float("nan"), float("inf"), "", "64", "x" * 300,
-                  "\ud800", [], [[]], [2, 4, 5], ["a"], [True], [-1], {}, {"a": {}}, {"rope_type": {}}, {"factor": []}]
+ODD: list[Any] = [None, True, False, 0, 1, -1, 3, 1 << 70, 2.5, -0.0, 1e308, float("nan"), float("inf"), "", "64",
+                  "x" * 300, "\ud800", [],
+                  [[]], [2, 4, 5], ["a"], [True], [-1], {}, {"a": {}}, {"rope_type": {}}, {"factor": []}]
+
+
+_STRANGE = [b"\xff", b"\n", b"\r\n", b"\0", b"[" * 2000, b"{}", b"NaN", b"1e999", b'"\\ud800"', b"\xef\xbb\xbf",
+            b"9" * 5000]
 
 
 def of_value(value: Any, rng: random.Random, depth: int = 0) -> Any:
@@ -45,12 +51,18 @@ def of_bytes(data: bytes, rng: random.Random) -> bytes:
     if kind == 3:
         return data[:place] + data[place // 2 :]
     if kind == 4:
-        return data[:place] + rng.choice([b"\xff", b"\n", b"\r\n", b"\0", b"[" * 2000, b"{}", b"NaN", b"1e999", b'"\\ud800"',
-                                          b"\xef\xbb\xbf", b"9" * 5000]) + data[place:]
+        return data[:place] + rng.choice(_STRANGE) + data[place:]
     if kind == 5:
         return data[place:]
     end = min(len(data), place + rng.randint(1, 40))
     return data[:place] + bytes(rng.randrange(256) for _ in range(end - place)) + data[end:]
+
+
+def put(path: Path, data: bytes) -> None:
+    """Overwrite a file in place: ext4 waits for the disk when a file is cut to nothing first."""
+    with open(path, "r+b" if path.exists() else "wb") as file:
+        file.write(data)
+        file.truncate()
 
 
 def damaged(value: Any, count: int, seed: int = 0) -> Iterator[bytes]:

@@ -2,7 +2,7 @@
 
 
 import pytest
-from support.damage import damaged
+from support.damage import damaged, put
 
 from eagle3.common import files, tensor_files
 from eagle3.common.errors import StageError
@@ -26,6 +26,10 @@ LAYOUTS = {
 }  # fmt: skip
 
 
+def require_whole(error: StageError, path) -> None:
+    assert error.what and str(path) in str(error.parts["where"]) and error.parts["fix"], error.render()
+
+
 @pytest.fixture(scope="module")
 def tensors(tmp_path_factory):
     """A drafter's file with all its tensors, all zeros."""
@@ -44,14 +48,15 @@ def tensors(tmp_path_factory):
 def test_configurations_of_published_drafters(tensors, tiny_model, tmp_path, layout):
     facts, path, sound = verifier.read(tiny_model), tmp_path / "config.json", 0
     for number, data in enumerate(damaged(LAYOUTS[layout], COUNT // 2, seed=4)):
-        path.write_bytes(data)
+        put(path, data)
         try:
             raw = config_keys.read(tmp_path)
         except StageError as error:
-            assert error.what and str(path) in str(error.parts["where"]) and error.parts["fix"]
+            require_whole(error, path)
             continue
         engine = ("vllm", "sglang", "speculators")[number % 3]
-        export = checkpoint.Export(tmp_path, raw, tensors, facts, engine, "0.5.12" if engine == "sglang" else None, 2048)
+        version = "0.5.12" if engine == "sglang" else None
+        export = checkpoint.Export(tmp_path, raw, tensors, facts, engine, version, 2048)
         findings = export_checks.run(export, values=False)
         assert len(findings) == len(export_checks.HEADERS)
         assert all(each.found and (each.fix and each.expected or each.status != "fail") for each in findings)
@@ -62,14 +67,14 @@ def test_configurations_of_published_drafters(tensors, tiny_model, tmp_path, lay
 
 
 def test_records_of_training(tmp_path):
-    counters = {"step": 3, "epoch": 1, "epoch_end": True, "layers": [2, 4, 5, 7], "best": {"acceptance": {"length": 2.5}}}
+    counters = {"step": 3, "epoch": 1, "epoch_end": True, "layers": [2, 4, 5, 7], "best": {"acceptance": {"length": 2}}}
     for data in damaged(counters, COUNT, seed=5):
-        (tmp_path / checkpoint.TRAINING).write_bytes(data)
+        put(tmp_path / checkpoint.TRAINING, data)
         try:
             ids, here = checkpoint.training_record(tmp_path)
             assert here and (ids is None or all(type(each) is int and each >= 0 for each in ids))
         except StageError as error:
-            assert error.what and checkpoint.TRAINING in str(error.parts["where"]) and error.parts["fix"]
+            require_whole(error, tmp_path / checkpoint.TRAINING)
 
 
 def test_checksums_of_checkpoints(tmp_path):
@@ -78,10 +83,10 @@ def test_checksums_of_checkpoints(tmp_path):
     names = (tensor_files.SINGLE, "config.json", checkpoint.TRAINING)
     digests = {name: files.sha256_file(tmp_path / name) for name in names}
     for data in damaged(digests, COUNT // 5, seed=6):
-        (tmp_path / checkpoint.CHECKSUMS).write_bytes(data)
+        put(tmp_path / checkpoint.CHECKSUMS, data)
         try:
             checkpoint.prove(tmp_path)
             found = files.read_json(tmp_path / checkpoint.CHECKSUMS)
             assert {name: found[name] for name in names} == digests
         except StageError as error:
-            assert error.what and str(tmp_path) in str(error.parts["where"]) and error.parts["fix"]
+            require_whole(error, tmp_path)
