@@ -99,3 +99,38 @@ def test_each_generation_of_transformers_reads_its_own_spelling():
 def test_what_is_no_rope_is_named(config):
     with pytest.raises(PreconditionError, match="RoPE"):
         rope.frequencies(rope.normal(config | {"max_position_embeddings": 2048}), 32, 100)
+
+
+# What vLLM's get_rope computes: angles and factors from its table of cos and sin for positions 1 and 100.
+VLLM = """
+import json, math, sys
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.rotary_embedding import get_rope
+with set_current_vllm_config(VllmConfig()):
+    for rope in json.loads(sys.argv[1]):
+        table = get_rope(32, 2048, rope_parameters=rope, dtype=torch.float32).cos_sin_cache
+        half = table.shape[1] // 2
+        cos, sin = table[1, :half], table[1, half:]
+        print(json.dumps([torch.atan2(sin, cos).tolist(), float((cos ** 2 + sin ** 2).sqrt().mean())]))
+"""
+
+
+@pytest.mark.engine
+def test_frequencies_are_those_of_vllm():
+    import json
+    import subprocess
+    import sys
+
+    named = {name: each for name, each in ROPES.items() if each["rope_type"] not in ("longrope", "dynamic")}
+    named["mrope"] = ROPES["default"] | {"mrope_section": [8, 4, 4]}
+    named["yarn-attention"] = named["yarn-attention"] | {"original_max_position_embeddings": 512}
+    done = subprocess.run([sys.executable, "-c", VLLM, json.dumps(list(named.values()))], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [line for line in done.stdout.splitlines() if line.startswith("[[")]
+    assert len(lines) == len(named)
+    for (name, each), line in zip(named.items(), lines, strict=True):
+        theirs, factor = json.loads(line)
+        ours, our_factor = rope.frequencies(each, 32, 100)
+        assert [one for one in ours if one] == pytest.approx(theirs, rel=1e-4), name
+        assert our_factor == pytest.approx(factor, rel=1e-5), name
