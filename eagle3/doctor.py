@@ -9,7 +9,7 @@ weights are loaded. Exit code 0, or 3 when a line is fail.
 
 import json
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from eagle3.checks.drafter_checks import check_drafter
@@ -21,9 +21,10 @@ from eagle3.checks.machine_checks import (
     check_shared_memory,
 )
 from eagle3.checks.model_checks import check_engine, check_model, check_offline, check_tokenizer
-from eagle3.checks.subject import Check, Line, Subject, look
+from eagle3.checks.subject import Check, Subject, look
 from eagle3.common import config, log
 from eagle3.common.errors import PreconditionError, StageError
+from eagle3.common.findings import Finding
 from eagle3.common.options import CommonOptions, EngineOptions, ModelOptions, option
 
 
@@ -52,7 +53,7 @@ CHECKS: tuple[Check, ...] = (check_gpus, check_architecture, check_shared_memory
                              check_engine, check_offline, check_model, check_tokenizer, check_drafter)
 
 
-def examine(options: DoctorOptions) -> list[Line]:
+def examine(options: DoctorOptions) -> list[Finding]:
     """Return the findings of all checks on what the options name."""
     drafter = Path(options.doctor.drafter) if options.doctor.drafter else None
     subject = Subject(options.engine, options.model, Path(options.common.run_dir or "."), drafter=drafter)
@@ -74,12 +75,13 @@ def main(arguments: list[str]) -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     if options.common.json:
-        print(json.dumps({"schema_version": 1, "lines": [asdict(line) for line in lines]}, indent=2))
+        told = [{"level": line.status, "check": line.name, "found": line.found, "fix": line.fix} for line in lines]
+        print(json.dumps({"schema_version": 1, "lines": told}, indent=2))
     else:
         for line in lines:
-            fix = f"\n{'':<6}→ {line.fix}" if line.fix and line.level != "ok" else ""
-            print(f"{line.level:<5} {line.check}: {line.found}{fix}")
-    return PreconditionError.exit_code if any(line.level == "fail" for line in lines) else 0
+            fix = f"\n{'':<6}→ {line.fix}" if line.fix and line.status != "ok" else ""
+            print(f"{line.status:<5} {line.name}: {line.found}{fix}")
+    return PreconditionError.exit_code if any(line.status == "fail" for line in lines) else 0
 
 
 if __name__ == "__main__":

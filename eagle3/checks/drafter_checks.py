@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from eagle3.checks.subject import FAIL, OK, WARN, Line, Subject
+from eagle3.checks.subject import Subject
 from eagle3.common import config, files, proofs, tensor_files, versions
 from eagle3.common import manifest as manifests
-from eagle3.common.findings import Finding
+from eagle3.common.findings import FAIL, OK, WARN, Finding, said
 from eagle3.drafter import config_keys, verifier
 from eagle3.drafter.checkpoint import Export, prove, training_record
 from eagle3.drafter.flat_config import captured_ids
@@ -21,24 +21,24 @@ _CACHE_SEES_IDS_SINCE = (0, 17, 0)
 _SMOKE = "only a run on the engine tells: 05_fix_weight_keys.py --smoke"
 
 
-def check_drafter(subject: Subject) -> Iterator[Line]:
+def check_drafter(subject: Subject) -> Iterator[Finding]:
     """The drafter belongs to this verifier, and this engine loads all of it and feeds it the trained layers."""
     if subject.drafter is None:
         return
     yield from _as_written(subject, subject.drafter)
     export = read(subject, subject.drafter)
     if export.trained_ids is None:
-        yield Line(WARN, "drafter provenance", f"layers {export.ids or 'not named'}: unknown provenance, no record of "
+        yield said(WARN, "drafter provenance", f"layers {export.ids or 'not named'}: unknown provenance, no record of "
                    "a training beside it", _SMOKE)
     for finding in findings(export):
         told = finding.found or finding.reason
         expected = f"; expected {finding.expected}" if finding.expected and finding.status != OK else ""
-        yield Line(finding.status, f"drafter {finding.name}", told + expected, finding.fix)
+        yield said(finding.status, f"drafter {finding.name}", told + expected, finding.fix)
     yield from _as_in_training(subject)
     yield from _compile_cache(subject, export)
 
 
-def _as_in_training(subject: Subject) -> Iterator[Line]:
+def _as_in_training(subject: Subject) -> Iterator[Finding]:
     """Say whether tokenizer and template are those with which this run's states were made."""
     path = subject.run_dir / "02_states" / "manifest.json"
     recorded = (files.read_json(path).get("inputs") or {}).get("model") if path.is_file() else None
@@ -51,7 +51,7 @@ def _as_in_training(subject: Subject) -> Iterator[Line]:
         changed = [name for name in names if not (subject.folder / name).is_file()
                    or files.sha256_file(subject.folder / name) != recorded[name]]
         if changed:
-            yield Line(level, f"drafter {kind}", f"{', '.join(changed)} of {subject.folder} is not what the states of "
+            yield said(level, f"drafter {kind}", f"{', '.join(changed)} of {subject.folder} is not what the states of "
                        f"{path.parent} were made with: {effect}", "name the folder of the training with --model")
 
 
@@ -90,7 +90,7 @@ def _export_manifest(folder: Path) -> dict[str, Any]:
     return manifest if manifest.get("stage") == "05_export" else {}
 
 
-def _as_written(subject: Subject, folder: Path) -> Iterator[Line]:
+def _as_written(subject: Subject, folder: Path) -> Iterator[Finding]:
     """Say whether the drafter's files are what stage 05, or 04, wrote, by their checksums."""
     cache = subject.run_dir / proofs.CACHE
     cache_there = cache if cache.is_file() else None
@@ -99,7 +99,7 @@ def _as_written(subject: Subject, folder: Path) -> Iterator[Line]:
                 if path.parent == folder}
     again = shlex.join(["python", *manifest["argv"]]) if manifest.get("argv") else "05_fix_weight_keys.py"
     for path, (expected, found) in proofs.look(recorded, cache=cache_there).items():
-        yield Line(FAIL, "drafter files", f"{path}: {found} instead of {expected}",
+        yield said(FAIL, "drafter files", f"{path}: {found} instead of {expected}",
                    f"restore it from a copy, or export it again: {again}")
     if not recorded:
         prove(folder, cache_there)
@@ -165,7 +165,7 @@ def positions_as_served(export: Export) -> Finding:
     return Finding(OK, f"{own} for {wanted}")
 
 
-def _compile_cache(subject: Subject, export: Export) -> Iterator[Line]:
+def _compile_cache(subject: Subject, export: Export) -> Iterator[Finding]:
     """An old vLLM takes compiled code from a time when the drafter had other layer ids."""
     if export.engine != "vllm" or not export.version or versions.numbers(export.version) >= _CACHE_SEES_IDS_SINCE:
         return
@@ -175,6 +175,6 @@ def _compile_cache(subject: Subject, export: Export) -> Iterator[Line]:
         return
     newest = max((os.stat(entry).st_mtime for entry in root.iterdir()), default=0.0)
     if newest and newest < (export.folder / "config.json").stat().st_mtime:
-        yield Line(WARN, "compile cache", f"{root} is older than the drafter's config.json; vLLM {export.version} does "
+        yield said(WARN, "compile cache", f"{root} is older than the drafter's config.json; vLLM {export.version} does "
                    "not see that auxiliary layer ids have changed",
                    f"rm -r {root}, or set VLLM_DISABLE_COMPILE_CACHE=1")

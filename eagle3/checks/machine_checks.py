@@ -3,8 +3,9 @@
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 
-from eagle3.checks.subject import FAIL, OK, WARN, Line, Subject
+from eagle3.checks.subject import Subject
 from eagle3.common import machine
+from eagle3.common.findings import FAIL, OK, WARN, Finding, said
 from eagle3.common.log import size
 from eagle3.engines import installed, launch
 
@@ -21,7 +22,7 @@ def _wanted(subject: Subject) -> str:
     return f"{'train.gpus' if subject.trains else 'tensor_parallel_size'} is {subject.engine.tensor_parallel_size}"
 
 
-def check_gpus(subject: Subject) -> Iterator[Line]:
+def check_gpus(subject: Subject) -> Iterator[Finding]:
     """GPUs are there, as many as are wanted, and nobody else holds them."""
     found, wanted = subject.gpus, subject.engine.tensor_parallel_size
     if not found:
@@ -29,28 +30,28 @@ def check_gpus(subject: Subject) -> Iterator[Line]:
         return
     names = ", ".join(sorted({f"{gpu.name} ({size(gpu.total_mib * machine.MIB)})" for gpu in found}))
     enough = len(found) >= wanted
-    yield Line(OK if enough else FAIL, "", f"{len(found)} × {names}, driver {found[0].driver}",
+    yield said(OK if enough else FAIL, "", f"{len(found)} × {names}, driver {found[0].driver}",
                "" if enough else f"{_wanted(subject)}; see CUDA_VISIBLE_DEVICES")
     for level, group in ((FAIL, found[:wanted]), (WARN, found[wanted:])):
         held = [gpu for gpu in group if gpu.used_mib > _spare_share(subject) * gpu.total_mib]
         if held:
-            yield Line(level, "gpu memory held", "; ".join(f"GPU {gpu.index}: {size(gpu.used_mib * machine.MIB)} in use"
+            yield said(level, "gpu memory held", "; ".join(f"GPU {gpu.index}: {size(gpu.used_mib * machine.MIB)} in use"
                                                            for gpu in held) + _who(),
                        "wait for them, ask their owner, or choose other GPUs with CUDA_VISIBLE_DEVICES (nothing is "
                        "killed)")
 
 
-def _without_gpus(subject: Subject, wanted: int) -> Line:
+def _without_gpus(subject: Subject, wanted: int) -> Finding:
     none = "no NVIDIA GPU is visible"
     if subject.trains:
         several = wanted > 1
-        return Line(WARN if several else OK, "", f"{none}: {wanted} process{'es' * several} will train on the CPU",
+        return said(WARN if several else OK, "", f"{none}: {wanted} process{'es' * several} will train on the CPU",
                     "see nvidia-smi and CUDA_VISIBLE_DEVICES")
     if wanted > 1:
-        return Line(FAIL, "", none, f"{_wanted(subject)}; see nvidia-smi and CUDA_VISIBLE_DEVICES")
+        return said(FAIL, "", none, f"{_wanted(subject)}; see nvidia-smi and CUDA_VISIBLE_DEVICES")
     if installed.is_for_cpus(subject.engine):
-        return Line(OK, "", f"{none}; the engine is a build for CPUs")
-    return Line(WARN, "", none, "the engine will run on the CPU, if it can")
+        return said(OK, "", f"{none}; the engine is a build for CPUs")
+    return said(WARN, "", none, "the engine will run on the CPU, if it can")
 
 
 def _spare_share(subject: Subject) -> float:
@@ -67,14 +68,14 @@ def _who() -> str:
     return " by " + "; ".join(known) if known else " by processes that cannot be seen from here (another container?)"
 
 
-def check_architecture(subject: Subject) -> Iterator[Line]:
+def check_architecture(subject: Subject) -> Iterator[Finding]:
     """The engine's torch sees these GPUs, and it and vLLM have code for them."""
     if not subject.gpus:
         return
     torch = installed.torch_of(subject.engine)
     if not torch.sees_gpu:
         built = f"built for CUDA {torch.cuda}" if torch.cuda else "built for CPUs"
-        yield Line(FAIL, "", f"the engine's torch, {built}, sees no GPU; driver {subject.gpus[0].driver}",
+        yield said(FAIL, "", f"the engine's torch, {built}, sees no GPU; driver {subject.gpus[0].driver}",
                    "install a torch that this driver supports, or a newer driver; see CUDA_VISIBLE_DEVICES")
         return
     kernels = installed.kernel_architectures(subject.engine)
@@ -83,25 +84,25 @@ def check_architecture(subject: Subject) -> Iterator[Line]:
         if kernels:
             yield _code_for(capability, "vLLM", sorted(kernels), "install a vLLM built for this GPU", binaries=True)
         if capability[0] == 12:
-            yield Line(WARN, "blackwell sm120", "101,376 bytes of shared memory a block: kernels tuned for "
+            yield said(WARN, "blackwell sm120", "101,376 bytes of shared memory a block: kernels tuned for "
                        "data-centre GPUs can fail at long sequences or head sizes above 128",
                        "if one does, use smaller blocks or another attention backend in engine.args")
     if len(subject.gpus) > 2 and not machine.has_nvlink():
-        yield Line(WARN, "links", f"{len(subject.gpus)} GPUs without NVLink: vLLM has no custom all-reduce there",
+        yield said(WARN, "links", f"{len(subject.gpus)} GPUs without NVLink: vLLM has no custom all-reduce there",
                    "expect less speed-up from tensor parallelism; pipeline parallelism does not work with EAGLE-3")
 
 
 def _code_for(capability: tuple[int, int], who: str, compiled: Sequence[str], fix: str,
-              binaries: bool = False) -> Line:
+              binaries: bool = False) -> Finding:
     """Say whether there is code for a GPU; with `binaries` PTX alone, which not all kernels have, is a warning."""
     told = f"compute capability {capability[0]}.{capability[1]}; {who} has code for "
     told += ", ".join(compiled) or "CPUs only"
     fits = {name for name in compiled if _runs(name, *capability)}
     if not fits:
-        return Line(FAIL, "", told, fix)
+        return said(FAIL, "", told, fix)
     if binaries and not any(name.startswith("sm_") for name in fits):
-        return Line(WARN, "", f"{told}: some kernels may be missing", fix)
-    return Line(OK, "", told)
+        return said(WARN, "", f"{told}: some kernels may be missing", fix)
+    return said(OK, "", told)
 
 
 def _runs(compiled: str, major: int, minor: int) -> bool:
@@ -113,41 +114,41 @@ def _runs(compiled: str, major: int, minor: int) -> bool:
     return built <= (major, minor) and (kind == "compute" or built[0] == major)
 
 
-def check_ports(subject: Subject) -> Iterator[Line]:
+def check_ports(subject: Subject) -> Iterator[Finding]:
     """The port that the engine is told to use is free; without one a free port is chosen at the start."""
     port = launch.given_port(subject.arguments)
     if port is None:
         return
     holder = machine.port_holder(port)
     if holder is None:
-        yield Line(OK, "port", f"{port} is free")
+        yield said(OK, "port", f"{port} is free")
         return
     who = f"pid {holder.pid} of {holder.user}: {holder.command}" if holder.pid else "somebody not to be seen from here"
-    yield Line(FAIL, "port", f"{port} is held by {who}",
+    yield said(FAIL, "port", f"{port} is held by {who}",
                "leave --port out of the engine's arguments, or attach to that server (nothing is killed)")
 
 
-def check_shared_memory(subject: Subject) -> Iterator[Line]:
+def check_shared_memory(subject: Subject) -> Iterator[Finding]:
     """Processes that share a model pass tensors through /dev/shm."""
     shared = machine.shared_memory()
     small = subject.engine.tensor_parallel_size > 1 and shared < _SHARED_MEMORY
-    yield Line(FAIL if small else OK, "", f"/dev/shm has {size(shared)}",
+    yield said(FAIL if small else OK, "", f"/dev/shm has {size(shared)}",
                "start the container with --shm-size 16g or --ipc host" if small else "")
 
 
-def check_resources(subject: Subject) -> Iterator[Line]:
+def check_resources(subject: Subject) -> Iterator[Finding]:
     """Disk, open files, processes, clock."""
     free = size(machine.free_disk(subject.run_dir))
-    yield Line(OK, "disk", f"{free} free for {subject.run_dir}; each stage's --dry-run says what it needs")
+    yield said(OK, "disk", f"{free} free for {subject.run_dir}; each stage's --dry-run says what it needs")
     for name, limit, least, flag in (("open files", machine.open_file_limit(), _OPEN_FILES, "-n"),
                                      ("processes", machine.process_limit(), _PROCESSES, "-u")):
         few = 0 <= limit < least
-        yield Line(WARN if few else OK, name, f"limit {limit:,}" if limit >= 0 else "no limit",
+        yield said(WARN if few else OK, name, f"limit {limit:,}" if limit >= 0 else "no limit",
                    f"ulimit {flag} 65536 before starting" if few else "")
     now, skew = datetime.now(UTC), machine.clock_skew(subject.run_dir)
     if now.timestamp() < _BORN:
-        yield Line(FAIL, "clock", f"it is said to be {now:%Y-%m-%d}", "set it: certificates and caches go by it")
+        yield said(FAIL, "clock", f"it is said to be {now:%Y-%m-%d}", "set it: certificates and caches go by it")
     elif abs(skew) > _SKEW_S:
-        yield Line(WARN, "clock", f"the disk's clock is {skew:+.0f} s off", "run NTP on the file server")
+        yield said(WARN, "clock", f"the disk's clock is {skew:+.0f} s off", "run NTP on the file server")
     else:
-        yield Line(OK, "clock", f"{now:%Y-%m-%d %H:%M} UTC")
+        yield said(OK, "clock", f"{now:%Y-%m-%d %H:%M} UTC")

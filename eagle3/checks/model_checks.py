@@ -7,9 +7,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from eagle3.checks.subject import FAIL, OK, WARN, Line, Subject
+from eagle3.checks.subject import Subject
 from eagle3.common import machine, tensor_files
 from eagle3.common.errors import PreconditionError, StageError
+from eagle3.common.findings import FAIL, OK, WARN, Finding, said
 from eagle3.common.log import size
 from eagle3.drafter import verifier
 from eagle3.engines import installed, patch_files, patching
@@ -33,53 +34,67 @@ except errors.StageError as error:
 """
 
 
-def check_engine(subject: Subject) -> Iterator[Line]:
+def check_engine(subject: Subject) -> Iterator[Finding]:
     """The engine is installed where it is said to be, and new enough, or patched, for what is asked of it."""
     engine, family = subject.engine, subject.folder is not None and installed.is_deepseek_family(subject.folder)
     version = installed.check(engine, subject.folder if subject.speculates else None)
-    yield Line(OK, "", f"{engine.kind} {version} in {installed.interpreter(engine)}")
+    yield said(OK, "", f"{engine.kind} {version} in {installed.interpreter(engine)}")
     if not subject.speculates:
         return
     for patch in installed.patch_states(engine):
         if patch.state not in patching.GOOD:
             note = f"; {patch.note}" if patch.note else ""
-            yield Line(WARN, f"patch {patch.name}", f"{patch.state}: {patch.what}{note}",
+            yield said(WARN, f"patch {patch.name}", f"{patch.state}: {patch.what}{note}",
                        installed.apply_command(engine))
     for gate in patch_files.gates(engine.kind, version):
         if family or gate["verifier"].startswith("every"):
-            yield Line(WARN, f"{engine.kind} {version}", gate["lacks"], gate["fix"])
+            yield said(WARN, f"{engine.kind} {version}", gate["lacks"], gate["fix"])
 
 
-def check_offline(subject: Subject) -> Iterator[Line]:
+def check_offline(subject: Subject) -> Iterator[Finding]:
     """Whether anything may ask a model hub; here nothing needs to."""
-    said = {name: subject.environment[name] for name in _OFFLINE if name in subject.environment}
-    told = ", ".join(f"{name}={value}" for name, value in said.items())
-    if any(value.lower() in ("0", "false", "no", "off", "") for value in said.values()):
-        yield Line(WARN, "", f"{told}: the engine may ask a model hub, and wait for it where there is no network",
+    given = {name: subject.environment[name] for name in _OFFLINE if name in subject.environment}
+    told = ", ".join(f"{name}={value}" for name, value in given.items())
+    if any(value.lower() in ("0", "false", "no", "off", "") for value in given.values()):
+        yield said(WARN, "", f"{told}: the engine may ask a model hub, and wait for it where there is no network",
                    "unset it; engines are then started offline")
         return
-    yield Line(OK, "", f"{told or 'nothing is set'}; engines are started offline")
+    yield said(OK, "", f"{told or 'nothing is set'}; engines are started offline")
 
 
-def check_model(subject: Subject) -> Iterator[Line]:
+def check_model(subject: Subject) -> Iterator[Finding]:
     """All files of the verifier are there and whole, and the weights fit the memory."""
     folder = subject.folder
     if folder is None:
-        yield Line(WARN, "", "no model is named", "give it with --model or --config")
+        yield said(WARN, "", "no model is named", "give it with --model or --config")
         return
     if not folder.is_dir():
-        said = [name for name in _OFFLINE if os.environ.get(name)]
-        raise PreconditionError(f"{folder} is not a folder" + (f", and {said[0]} is set" if said else ""),
+        set_to = [name for name in _OFFLINE if os.environ.get(name)]
+        raise PreconditionError(f"{folder} is not a folder" + (f", and {set_to[0]} is set" if set_to else ""),
                                 fix="give the folder with --model; models are not downloaded here")
     facts = verifier.read(folder)
     layers = facts.layers(subject.model.layers)
-    yield Line(OK, "", f"{facts.architecture}: {facts.num_layers} layers, hidden {facts.hidden_size}, vocabulary "
+    yield said(OK, "", f"{facts.architecture}: {facts.num_layers} layers, hidden {facts.hidden_size}, vocabulary "
                f"{facts.vocab_size:,}; captured layers {layers}")
     problems, count, total = _weights(folder)
-    yield Line(FAIL if problems else OK, "weights", "; ".join(problems[:4]) if problems else
+    yield said(FAIL if problems else OK, "weights", "; ".join(problems[:4]) if problems else
                f"{count} files, {size(total)}, each as long as its header says",
                "download these files again" if problems else "")
+    if not problems:
+        yield from check_teacher(subject)
     yield from _room_for(total, subject)
+
+
+def check_teacher(subject: Subject) -> Iterator[Finding]:
+    """Embedding, final norm and head of the verifier are there as plain numbers of the right shapes, in one decoder."""
+    if subject.folder is None or not subject.folder.is_dir():
+        return
+    facts = verifier.read(subject.folder)
+    entries = verifier.shared_entries(facts)
+    names = verifier.shared_names(verifier.weight_map(subject.folder), facts)
+    tied = ", which is the embedding" * (names["lm_head"] == names["embed_tokens"])
+    how = f"; {facts.output}" * bool(str(facts.output))
+    yield said(OK, "teacher", f"{names['norm']}; {names['lm_head']} {list(entries['lm_head'].shape)}{tied}{how}")
 
 
 def _weights(folder: Path) -> tuple[list[str], int, int]:
@@ -101,18 +116,18 @@ def _weights(folder: Path) -> tuple[list[str], int, int]:
     return problems, len(every), total
 
 
-def _room_for(total: int, subject: Subject) -> Iterator[Line]:
+def _room_for(total: int, subject: Subject) -> Iterator[Finding]:
     used = subject.gpus[: subject.engine.tensor_parallel_size]
     memory = sum(gpu.total_mib for gpu in used) * machine.MIB
     if memory and total > _WEIGHTS_SHARE * memory:
-        yield Line(FAIL, "gpu memory", f"{size(total)} of weights for {size(memory)} of GPU memory",
+        yield said(FAIL, "gpu memory", f"{size(total)} of weights for {size(memory)} of GPU memory",
                    "raise engine.tensor_parallel_size")
     elif not used and total > machine.memory():
-        yield Line(FAIL, "memory", f"{size(total)} of weights, no GPU, and {size(machine.memory())} of memory",
+        yield said(FAIL, "memory", f"{size(total)} of weights, no GPU, and {size(machine.memory())} of memory",
                    "run it on a machine with GPUs")
 
 
-def check_tokenizer(subject: Subject) -> Iterator[Line]:
+def check_tokenizer(subject: Subject) -> Iterator[Finding]:
     """The tokenizer loads and has a template; which token ends a turn, which enclose reasoning."""
     if subject.folder is None or not subject.folder.is_dir():
         return
@@ -126,5 +141,5 @@ def check_tokenizer(subject: Subject) -> Iterator[Line]:
     if "what" in told:
         raise PreconditionError(told.pop("what"), **told)
     tags = told["tags"]
-    yield Line(OK, "", f"a turn ends with {told['end'][0]!r} ({told['end'][1]}); reasoning "
+    yield said(OK, "", f"a turn ends with {told['end'][0]!r} ({told['end'][1]}); reasoning "
                + (f"is enclosed in {tags[0]} {tags[1]} ({tags[2]})" if tags else "has no tokens of its own"))

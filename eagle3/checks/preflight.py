@@ -11,9 +11,10 @@ from typing import Any
 
 from eagle3.checks.drafter_checks import check_drafter
 from eagle3.checks.machine_checks import check_architecture, check_gpus, check_ports, check_shared_memory
-from eagle3.checks.model_checks import check_engine, check_model
-from eagle3.checks.subject import FAIL, WARN, Check, Line, Subject, look
+from eagle3.checks.model_checks import check_engine, check_model, check_teacher
+from eagle3.checks.subject import Check, Subject, look
 from eagle3.common.errors import PreconditionError
+from eagle3.common.findings import FAIL, WARN, Finding
 from eagle3.common.log import logger
 from eagle3.common.options import EngineOptions
 from eagle3.common.stage import Stage
@@ -23,7 +24,7 @@ from eagle3.engines import installed
 
 ENGINE: tuple[Check, ...] = (check_engine, check_model, check_gpus, check_architecture, check_shared_memory,
                              check_ports, check_drafter)
-TRAINING: tuple[Check, ...] = (check_gpus, check_shared_memory)
+TRAINING: tuple[Check, ...] = (check_teacher, check_gpus, check_shared_memory)
 
 
 def before_engine(
@@ -67,20 +68,20 @@ def require(stage: Stage, subject: Subject, checks: Sequence[Check]) -> None:
     if stage.common.dry_run and subject.folder is not None and without_weights(subject.folder):
         return
     lines = look(subject, checks)
-    failed = [line for line in lines if line.level == FAIL]
+    failed = [line for line in lines if line.status == FAIL]
     for line in lines:
-        warns = line.level == WARN or (line in failed and not stage.common.preflight)
+        warns = line.status == WARN or (line in failed and not stage.common.preflight)
         say = logger.warning if warns else logger.debug
         say("before starting: %s%s", _text(line), f" ({line.fix})" * bool(line.fix))
     if failed and stage.common.preflight:
         raise PreconditionError(
             f"{len(failed)} of {len(lines)} checks fail, and nothing has been loaded",
-            where=subject.drafter if all(line.check.startswith("drafter") for line in failed) else subject.folder or "",
+            where=subject.drafter if all(line.name.startswith("drafter") for line in failed) else subject.folder or "",
             found="\n".join(_text(line) for line in failed),
-            fix="\n".join([*(f"{line.check}: {line.fix}" for line in failed if line.fix),
+            fix="\n".join([*(f"{line.name}: {line.fix}" for line in failed if line.fix),
                            "or go on regardless with --no-preflight"]),
         )
 
 
-def _text(line: Line) -> str:
-    return f"{line.check}: {line.found}"
+def _text(line: Finding) -> str:
+    return f"{line.name}: {line.found}"

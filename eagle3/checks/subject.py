@@ -4,27 +4,17 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from eagle3.common import machine
 from eagle3.common.errors import StageError
+from eagle3.common.findings import FAIL, Finding, said
 from eagle3.common.options import EngineOptions, ModelOptions
 from eagle3.engines import arguments
 
-OK, WARN, FAIL = "ok", "warn", "fail"
 _PARTS = ("where", "expected", "found")
-
-
-@dataclass(frozen=True)
-class Line:
-    """One finding: level is ok, warn or fail; `check` may be left empty, for the name of the check that says it."""
-
-    level: str
-    check: str
-    found: str
-    fix: str = ""
 
 
 @dataclass(frozen=True)
@@ -71,10 +61,10 @@ class Subject:
         return arguments.value(self.arguments, *names)
 
 
-Check = Callable[[Subject], Iterator[Line]]
+Check = Callable[[Subject], Iterator[Finding]]
 
 
-def look(subject: Subject, checks: Sequence[Check]) -> list[Line]:
+def look(subject: Subject, checks: Sequence[Check]) -> list[Finding]:
     """Return the findings of all checks in their order; what a check raises is a failure of its own.
 
     They wait for other programs most of the time, so they run side by side.
@@ -83,10 +73,10 @@ def look(subject: Subject, checks: Sequence[Check]) -> list[Line]:
         return [line for lines in pool.map(lambda check: _lines(check, subject), checks) for line in lines]
 
 
-def _lines(check: Check, subject: Subject) -> list[Line]:
+def _lines(check: Check, subject: Subject) -> list[Finding]:
     name = check.__name__.removeprefix("check_").replace("_", " ")
     try:
-        return [Line(line.level, line.check or name, line.found, line.fix) for line in check(subject)]
+        return [replace(finding, name=finding.name or name) for finding in check(subject)]
     except StageError as error:
         told = [error.what, *(f"{part} {error.parts[part]}" for part in _PARTS if error.parts[part])]
-        return [Line(FAIL, name, "; ".join(told), str(error.parts["fix"]))]
+        return [said(FAIL, name, "; ".join(told), str(error.parts["fix"]))]

@@ -12,7 +12,7 @@ from eagle3.checks import drafter_checks
 from eagle3.common import findings, tensor_files
 from eagle3.common.findings import FAIL, OK, WARN, Finding
 from eagle3.common.options import EngineOptions
-from eagle3.drafter import config_keys, export_checks, rope
+from eagle3.drafter import angles, config_keys, export_checks
 from eagle3.drafter.checkpoint import Export
 from eagle3.engines import installed
 
@@ -103,7 +103,7 @@ def _as_meant(export: Export, loaded: dict[str, Any]) -> Finding:
         return Finding(FAIL, ", ".join(f"{name} {loaded[name]}" for name in wrong),
                        ", ".join(f"{name} {meant[name]}" for name in wrong), "export it again")
     spelling = "new" if loaded["rope_parameters"] else "old"
-    parts = rope.difference(rope.normal(loaded, spelling), rope.normal(export.flat), export.flat["head_dim"],
+    parts = angles.difference(angles.normal(loaded, spelling), angles.normal(export.flat), export.flat["head_dim"],
                             export.serving_length)
     if parts:
         return Finding(FAIL, f"{loaded['rope_parameters'] or loaded['rope_scaling']}, which parts at {parts}",

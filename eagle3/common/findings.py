@@ -28,6 +28,11 @@ class Finding:
         return "; ".join(part for part in parts if part)
 
 
+def said(status: str, name: str, found: str, fix: str = "") -> Finding:
+    """Return one of several findings of a check; `name` may be empty, for the check's own."""
+    return Finding(status, found, fix=fix, name=name)
+
+
 def require(findings: list[Finding], where: Path) -> None:
     """Raise PreconditionError naming every failed check: reason, values and fix."""
     failed = [each for each in findings if each.status == FAIL]

@@ -79,7 +79,8 @@ class Stage:
         producer = next((f"{s}.py" for s, (name, _) in STAGES.items() if directory.name.startswith(name)), "")
         fix = f"run {producer or 'the stage that makes it'} first, or name another with {option}"
         if not (directory / "manifest.json").is_file():
-            raise PreconditionError("an input is missing", where=directory, expected="a finished stage", fix=fix)
+            raise PreconditionError("an input is missing", where=directory / "manifest.json",
+                                    expected="a finished stage", fix=fix)
         manifest = manifests.read(directory, fix)
         if manifest.get("status") != "complete":
             raise PreconditionError(

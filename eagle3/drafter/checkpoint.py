@@ -14,7 +14,7 @@ from eagle3.common import files, proofs, tensor_files
 from eagle3.common.errors import PreconditionError
 from eagle3.common.tensor_files import Entry
 from eagle3.drafter.flat_config import IDS, engine_config, flat_config, ids_of
-from eagle3.drafter.verifier import Verifier, weight_map
+from eagle3.drafter.verifier import Verifier, read, shared_entries
 
 # Parameters of Eagle3DraftModel that are the verifier's and never trained or shipped.
 FROZEN = ("embed_tokens.", "verifier_norm.", "verifier_lm_head.")
@@ -193,13 +193,8 @@ def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def embedding_of(folder: Path) -> Entry:
-    """Return where a verifier's embedding lies, from one shard's header; PreconditionError when it is not there."""
-    names = weight_map(folder)
-    found = [name for name in names if f".{name}".endswith(f".model.{EMBEDDING}")]
-    if not found:
-        raise PreconditionError("the verifier has no embedding", where=folder, expected=f"model.{EMBEDDING}")
-    name = min(found, key=len)
-    return tensor_files.read_header(folder / names[name])[name]
+    """Return where a verifier's embedding lies, from index and headers; PreconditionError when it is not there."""
+    return shared_entries(read(folder))["embed_tokens"]
 
 
 def training_record(checkpoint: Path) -> tuple[list[int] | None, bool]:

@@ -4,7 +4,7 @@ from typing import Any
 
 from eagle3.common import versions
 from eagle3.common.findings import FAIL, OK, WARN, Finding
-from eagle3.drafter import rope
+from eagle3.drafter import angles
 from eagle3.drafter.checkpoint import Export
 from eagle3.drafter.flat_config import layer_shape
 
@@ -19,8 +19,8 @@ def rope_spellings_agree(export: Export) -> Finding:
         theta = export.flat["rope_parameters"]["rope_theta"]
         return Finding(WARN, f"no theta; {theta:g} is written, which engines would take", "a theta",
                        "add the trained one to config.json")
-    ropes = {"rope_parameters": rope.normal({k: v for k, v in config.items() if k != "rope_scaling"}, "new"),
-             "rope_theta and rope_scaling": rope.normal(config, "old")}
+    ropes = {"rope_parameters": angles.normal({k: v for k, v in config.items() if k != "rope_scaling"}, "new"),
+             "rope_theta and rope_scaling": angles.normal(config, "old")}
     new = config.get("rope_parameters") or {}
     if "rope_theta" not in config and "rope_scaling" not in config:
         del ropes["rope_theta and rope_scaling"]
@@ -28,7 +28,7 @@ def rope_spellings_agree(export: Export) -> Finding:
         del ropes["rope_parameters"]
     elif "rope_scaling" not in config:  # then only theta is told twice
         ropes["rope_theta and rope_scaling"] = ropes["rope_parameters"] | {"rope_theta": float(config["rope_theta"])}
-    own = rope.normal(export.flat)
+    own = angles.normal(export.flat)
     for name, each in ropes.items():
         if parts := _parts(each, own, export):
             old = f"rope_theta {config.get('rope_theta')}, rope_scaling {config.get('rope_scaling')}"
@@ -39,9 +39,9 @@ def rope_spellings_agree(export: Export) -> Finding:
 
 def rope_as_trained(export: Export) -> Finding:
     """Another theta or scaling turns positions into garbage further and further along."""
-    expected = rope.normal({"max_position_embeddings": export.verifier.max_positions}
+    expected = angles.normal({"max_position_embeddings": export.verifier.max_positions}
                            | {"rope_parameters": layer_shape(export.verifier)["rope_parameters"]})
-    found = rope.normal(export.flat)
+    found = angles.normal(export.flat)
     parts = _parts(found, expected, export)
     if not parts:
         return Finding(OK, f"the verifier's theta {expected['rope_theta']:g}, {expected['rope_type']}")
@@ -56,7 +56,7 @@ def rope_as_trained(export: Export) -> Finding:
 
 def rope_as_the_engine_reads_it(export: Export) -> Finding:
     """An engine takes RoPE from its own place and leaves out values that it does not know."""
-    written, own = _layer(export.config()), rope.normal(export.flat)
+    written, own = _layer(export.config()), angles.normal(export.flat)
     for spelling in _spellings(export):
         read = as_read(written, spelling, export)
         if parts := _parts(read, own, export):
@@ -72,21 +72,21 @@ def positions_cover_serving(export: Export) -> Finding:
     own, wanted = export.flat["max_position_embeddings"], export.serving_length
     if own >= wanted:
         return Finding(OK, f"{own} for {wanted}")
-    if rope.normal(export.flat)["rope_type"] in ("dynamic", "longrope"):
+    if angles.normal(export.flat)["rope_type"] in ("dynamic", "longrope"):
         return Finding(FAIL, f"{own} with RoPE that depends on it", f"at least {wanted}", "name a smaller "
                        "--serving-length")
     return Finding(WARN, f"{own}; {wanted} is written", f"at least {wanted}",
                    "acceptance past the trained length is to be measured")
 
 
-def as_read(config: dict[str, Any], spelling: str, export: Export) -> rope.Rope:
+def as_read(config: dict[str, Any], spelling: str, export: Export) -> angles.Rope:
     """Return the rope that an engine computes with for this config: get_rope of vLLM 0.32 and SGLang 0.5.9 to 0.5.23.
 
     Both take original_max_position_embeddings where transformers does. LongRoPE's factor comes from the positions in
     both, and vLLM takes the long divisors for every length when sequences may become long. SGLang knows
     attention_factor under another name, and scales dynamic NTK for the longest sequence always.
     """
-    read = rope.normal(config, spelling)
+    read = angles.normal(config, spelling)
     if read["rope_type"] == "longrope":
         read = {name: value for name, value in read.items() if name not in ("factor", "attention_factor")}
         if export.engine == "vllm" and export.serving_length > read.get("original_max_position_embeddings", 0):
@@ -109,8 +109,8 @@ def _spellings(export: Export) -> list[str]:
     return ["old", "new"] if old else ["new"]
 
 
-def _parts(a: rope.Rope, b: rope.Rope, export: Export) -> str:
-    return rope.difference(a, b, export.flat["head_dim"], export.serving_length)
+def _parts(a: angles.Rope, b: angles.Rope, export: Export) -> str:
+    return angles.difference(a, b, export.flat["head_dim"], export.serving_length)
 
 
 def _layer(config: dict[str, Any]) -> dict[str, Any]:

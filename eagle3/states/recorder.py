@@ -8,6 +8,8 @@ because the next layer's fused norm writes into them.
 from collections.abc import Sequence
 from typing import Any
 
+_EMBEDDINGS = ("embed_tokens", "embedding", "word_embeddings", "wte")  # vLLM's gpt-oss has the second
+
 
 def decoder_layers(model: Any, count: int) -> tuple[str, Any, Any]:
     """Return (path, the decoder's ModuleList of `count` layers, the token embedding beside it).
@@ -23,8 +25,9 @@ def decoder_layers(model: Any, count: int) -> tuple[str, Any, Any]:
     }
     for name, module in sorted(lists.items(), key=lambda item: len(item[0])):
         owner = model.get_submodule(name.rpartition(".")[0])
-        if len(module) == count and hasattr(owner, "embed_tokens"):
-            return name, module, owner.embed_tokens
+        embedding = next((getattr(owner, own) for own in _EMBEDDINGS if hasattr(owner, own)), None)
+        if len(module) == count and embedding is not None:
+            return name, module, embedding
     raise LookupError(f"no decoder with {count} layers; lists found: { {n: len(m) for n, m in lists.items()} }")
 
 

@@ -140,8 +140,9 @@ class Stored:
 class StateStore:
     """Reads and extends one 02_states directory."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, slots: int | None = None) -> None:
+        """Take a folder; with `slots` a file with states of another number of layers is refused when it is read."""
+        self.directory, self._slots = directory, slots
         self.index_path = directory / INDEX
         self.files = directory / HIDDEN_STATES
 
@@ -231,9 +232,13 @@ class StateStore:
         if sha256 is not None and hashlib.sha256(buffer).hexdigest() != sha256:
             raise damaged(path, "the checksum differs from the index")
         try:
-            return Stored.within(data)
+            stored = Stored.within(data)
         except Exception as error:
             raise damaged(path, error) from error
+        if self._slots is not None and stored.hidden.shape[1:-1] != (self._slots,):
+            raise damaged(path, f"states of shape {list(stored.hidden.shape)}, not [tokens, {self._slots}, hidden]: "
+                          "they are of other layers than the manifest says")
+        return stored
 
     def last_teacher(self, number: int) -> "torch.Tensor":
         """Return the teacher state [H] of a sample's last token, decoded as `load` does; only that row is read."""
@@ -303,9 +308,11 @@ def _write_dataset(directory: Path, samples: list[Sample]) -> None:
         "id": [sample.id for sample in samples],
     }
     table = pyarrow.table(columns, schema=features.arrow_schema)
-    state: dict[str, Any] = {"_data_files": [{"filename": _DATASET_FILES[0]}], "_format_type": "torch", "_format_kwargs": {},
-             "_fingerprint": files.sha256_json([sample.digest for sample in samples])[:16], "_format_columns": None,
-             "_output_all_columns": False, "_split": None}
+    state: dict[str, Any] = {
+        "_data_files": [{"filename": _DATASET_FILES[0]}], "_format_type": "torch", "_format_kwargs": {},
+        "_fingerprint": files.sha256_json([sample.digest for sample in samples])[:16], "_format_columns": None,
+        "_output_all_columns": False, "_split": None,
+    }
     temporary = directory / f"{files.TEMPORARY_PREFIX}dataset"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)

@@ -14,19 +14,20 @@ from pathlib import Path
 import pytest
 from support.fake_engine import install
 from support.pipeline import change_config, change_tensors, write_export
+from support.project import ROOT
 
 from eagle3 import doctor
 from eagle3.checks import drafter_checks, machine_checks, model_checks
 from eagle3.checks.drafter_checks import check_drafter
-from eagle3.checks.subject import Line, Subject
+from eagle3.checks.subject import Subject
 from eagle3.checks.subject import look as examine
 from eagle3.common import files, machine
+from eagle3.common.findings import Finding
 from eagle3.common.options import ModelOptions
 from eagle3.doctor import DoctorOptions
 from eagle3.engines import fatbin, installed
 from eagle3.engines.installed import Torch
 
-ROOT = Path(__file__).resolve().parents[2]
 H200 = "0, NVIDIA H200, 143771, 12, 580.1, 9.0, GPU-a0"
 SECOND = "1, NVIDIA H200, 143771, 12, 580.1, 9.0, GPU-b1"
 
@@ -69,8 +70,8 @@ def subject(**changes) -> Subject:
     return Subject(given.engine, given.model, **own)
 
 
-def findings(check, given) -> dict[str, Line]:
-    return {line.check: line for line in check(given)}
+def findings(check, given) -> dict[str, Finding]:
+    return {line.name: line for line in check(given)}
 
 
 # --- the machine ------------------------------------------------------------------------------------------
@@ -80,7 +81,7 @@ def test_gpus_are_read_with_memory_and_capability(smi):
     smi([H200, SECOND])
     assert [gpu.index for gpu in machine.gpus()] == [0, 1]
     assert machine.gpus()[0] == machine.Gpu(0, "NVIDIA H200", 143771, 12, "580.1", (9, 0), "GPU-a0")
-    assert findings(machine_checks.check_gpus, subject(engine__tensor_parallel_size=2))[""].level == "ok"
+    assert findings(machine_checks.check_gpus, subject(engine__tensor_parallel_size=2))[""].status == "ok"
 
 
 @pytest.mark.parametrize(("visible", "indexes"), [
@@ -97,20 +98,20 @@ def test_only_visible_gpus_count(smi, monkeypatch, visible, indexes):
 def test_too_few_gpus_fail(smi):
     smi([H200])
     line = findings(machine_checks.check_gpus, subject(engine__tensor_parallel_size=8))[""]
-    assert line.level == "fail" and "tensor_parallel_size is 8" in line.fix
+    assert line.status == "fail" and "tensor_parallel_size is 8" in line.fix
     training = findings(machine_checks.check_gpus, subject(engine__tensor_parallel_size=8, trains=True))[""]
-    assert training.level == "fail" and "train.gpus is 8" in training.fix
+    assert training.status == "fail" and "train.gpus is 8" in training.fix
 
 
 def test_no_gpu_is_a_warning_unless_several_are_wanted(smi, monkeypatch):
     smi([])
     for for_cpus, level in ((True, "ok"), (False, "warn")):
         monkeypatch.setattr(installed, "is_for_cpus", lambda engine, answer=for_cpus: answer)
-        assert findings(machine_checks.check_gpus, subject())[""].level == level
-        assert findings(machine_checks.check_gpus, subject(engine__tensor_parallel_size=8))[""].level == "fail"
+        assert findings(machine_checks.check_gpus, subject())[""].status == level
+        assert findings(machine_checks.check_gpus, subject(engine__tensor_parallel_size=8))[""].status == "fail"
     for processes, level in ((1, "ok"), (2, "warn")):  # training takes the CPU
         line = findings(machine_checks.check_gpus, subject(engine__tensor_parallel_size=processes, trains=True))[""]
-        assert line.level == level
+        assert line.status == level
 
 
 def test_who_holds_a_gpu_is_named(smi):
@@ -119,11 +120,11 @@ def test_who_holds_a_gpu_is_named(smi):
         smi([held], [f"{holder.pid}, 89000"])
         line = findings(machine_checks.check_gpus, subject())["gpu memory held"]
         holder.kill()
-    assert line.level == "fail" and f"pid {holder.pid} of " in line.found and "sleep 60" in line.found
+    assert line.status == "fail" and f"pid {holder.pid} of " in line.found and "sleep 60" in line.found
     smi([held])
     assert "cannot be seen" in findings(machine_checks.check_gpus, subject())["gpu memory held"].found
     smi([SECOND, held])  # not among those that the engine takes
-    assert findings(machine_checks.check_gpus, subject())["gpu memory held"].level == "warn"
+    assert findings(machine_checks.check_gpus, subject())["gpu memory held"].status == "warn"
 
 
 @pytest.mark.parametrize(("arguments", "refused"), [
@@ -148,7 +149,7 @@ def test_the_engines_torch_must_have_code_for_the_gpu(smi, monkeypatch, compiled
     smi([f"0, GPU, 1000, 1, 580.1, {capability}, GPU-a0"])
     monkeypatch.setattr(installed, "torch_of", lambda engine: Torch(True, "13.0", tuple(compiled)))
     found = findings(machine_checks.check_architecture, subject())
-    assert found[""].level == level
+    assert found[""].status == level
     assert ("blackwell sm120" in found) == (capability == "12.0")
 
 
@@ -161,7 +162,7 @@ def test_vllm_must_have_code_for_the_gpu_as_well(smi, monkeypatch, kernels, leve
     monkeypatch.setattr(installed, "torch_of", lambda engine: Torch(True, "13.0", ("sm_120",)))
     monkeypatch.setattr(installed, "kernel_architectures", lambda engine: kernels)
     line = next(line for line in machine_checks.check_architecture(subject()) if "vLLM has" in line.found)
-    assert line.level == level and words in line.found
+    assert line.status == level and words in line.found
 
 
 @pytest.mark.parametrize(("cuda", "words"), [("13.0", "built for CUDA 13.0"), (None, "built for CPUs")])
@@ -169,7 +170,7 @@ def test_a_torch_that_sees_no_gpu_where_there_is_one(smi, monkeypatch, cuda, wor
     smi([H200])
     monkeypatch.setattr(installed, "torch_of", lambda engine: Torch(False, cuda, ()))
     line = findings(machine_checks.check_architecture, subject())[""]
-    assert line.level == "fail" and words in line.found and "580.1" in line.found
+    assert line.status == "fail" and words in line.found and "580.1" in line.found
 
 
 def fat_library(path, *containers):
@@ -200,7 +201,7 @@ def test_many_gpus_without_nvlink_are_a_warning(smi, monkeypatch):
     monkeypatch.setattr(installed, "torch_of", lambda engine: Torch(True, "13.0", ("sm_90",)))
     rows = [f"{i}, NVIDIA H200, 143771, 12, 580.1, 9.0, GPU-{i}" for i in range(4)]
     smi(rows)
-    assert findings(machine_checks.check_architecture, subject())["links"].level == "warn"
+    assert findings(machine_checks.check_architecture, subject())["links"].status == "warn"
     smi(rows, links="GPU0 GPU1\nGPU0 X NV18\nGPU1 NV18 X")
     assert "links" not in findings(machine_checks.check_architecture, subject())
 
@@ -211,16 +212,16 @@ def test_who_holds_the_engines_port_is_named(tmp_path):
         server.listen()
         port = str(server.getsockname()[1])
         line = findings(machine_checks.check_ports, subject(serve_args=["--port", port]))["port"]
-        assert line.level == "fail" and f"{port} is held by pid {os.getpid()} of " in line.found
-    assert findings(machine_checks.check_ports, subject(engine__args=[f"--port={port}"]))["port"].level == "ok"
+        assert line.status == "fail" and f"{port} is held by pid {os.getpid()} of " in line.found
+    assert findings(machine_checks.check_ports, subject(engine__args=[f"--port={port}"]))["port"].status == "ok"
     assert findings(machine_checks.check_ports, subject()) == {}
 
 
 def test_little_shared_memory_fails_when_workers_need_it(monkeypatch):
     monkeypatch.setattr(machine, "shared_memory", lambda: 64 << 20)
-    assert findings(machine_checks.check_shared_memory, subject())[""].level == "ok"
+    assert findings(machine_checks.check_shared_memory, subject())[""].status == "ok"
     several = findings(machine_checks.check_shared_memory, subject(engine__tensor_parallel_size=8))[""]
-    assert several.level == "fail" and "--shm-size" in several.fix
+    assert several.status == "fail" and "--shm-size" in several.fix
 
 
 def test_low_limits_and_a_wrong_clock_are_warnings(monkeypatch):
@@ -228,25 +229,25 @@ def test_low_limits_and_a_wrong_clock_are_warnings(monkeypatch):
     monkeypatch.setattr(machine, "process_limit", lambda: 1000)
     monkeypatch.setattr(machine, "clock_skew", lambda directory: 90.0)
     found = findings(machine_checks.check_resources, subject())
-    assert found["open files"].level == found["processes"].level == "warn" and "+90 s" in found["clock"].found
+    assert found["open files"].status == found["processes"].status == "warn" and "+90 s" in found["clock"].found
     monkeypatch.setattr(machine, "clock_skew", lambda directory: 0.2)
     monkeypatch.setattr(machine, "process_limit", lambda: -1)
     found = findings(machine_checks.check_resources, subject())
-    assert (found["clock"].level, found["processes"].level) == ("ok", "ok")
+    assert (found["clock"].status, found["processes"].status) == ("ok", "ok")
 
 
 # --- engine and model -------------------------------------------------------------------------------------
 
 
 def test_a_missing_engine_is_a_failure_with_its_interpreter():
-    lines = [line for line in doctor.examine(options(engine__kind="sglang")) if line.check == "engine"]
-    assert [line.level for line in lines] == ["fail"] and sys.executable in lines[0].found
+    lines = [line for line in doctor.examine(options(engine__kind="sglang")) if line.name == "engine"]
+    assert [line.status for line in lines] == ["fail"] and sys.executable in lines[0].found
 
 
 def test_a_whole_model_is_ok_and_its_tokens_are_told(tiny_model):
     given = subject(model__path=str(tiny_model))
     found = findings(model_checks.check_model, given)
-    assert (found[""].level, found["weights"].level) == ("ok", "ok")
+    assert (found[""].status, found["weights"].status) == ("ok", "ok")
     line = findings(model_checks.check_tokenizer, given)[""]
     assert "<|im_end|>" in line.found and "</think>" in line.found
 
@@ -262,14 +263,14 @@ def test_a_truncated_shard_is_named(model):
     path = model / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
     line = findings(model_checks.check_model, subject(model__path=str(model)))["weights"]
-    assert line.level == "fail" and "model.safetensors: not a whole" in line.found
+    assert line.status == "fail" and "model.safetensors: not a whole" in line.found
 
 
 def test_a_missing_shard_is_named(model):
     index = {"weight_map": {"model.embed_tokens.weight": "model.safetensors", "x": "model-00002.safetensors"}}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
     line = findings(model_checks.check_model, subject(model__path=str(model)))["weights"]
-    assert line.level == "fail" and "model-00002.safetensors: a file of weights is missing" in line.found
+    assert line.status == "fail" and "model-00002.safetensors: a file of weights is missing" in line.found
 
 
 def test_weights_that_do_not_fit_are_told_before_loading(smi, model):
@@ -279,40 +280,40 @@ def test_weights_that_do_not_fit_are_told_before_loading(smi, model):
         megabytes = len(file.read()) / (1 << 20)
     smi([f"0, Tiny, {max(1, int(megabytes / 2))}, 0, 580.1, 9.0, GPU-a0"])
     line = findings(model_checks.check_model, subject(model__path=str(model)))["gpu memory"]
-    assert line.level == "fail" and "tensor_parallel_size" in line.fix
+    assert line.status == "fail" and "tensor_parallel_size" in line.fix
 
 
 def test_weights_that_do_not_fit_the_memory_of_a_machine_without_gpus(smi, model, monkeypatch):
     smi([])
     monkeypatch.setattr(machine, "memory", lambda: 1000)
     line = findings(model_checks.check_model, subject(model__path=str(model)))["memory"]
-    assert line.level == "fail" and "1.0 kB of memory" in line.found
+    assert line.status == "fail" and "1.0 kB of memory" in line.found
 
 
 def test_a_shard_that_lacks_what_the_index_says_is_named(model):
     names = dict.fromkeys(["model.embed_tokens.weight", "model.layers.99.weight"], "model.safetensors")
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     line = findings(model_checks.check_model, subject(model__path=str(model)))["weights"]
-    assert line.level == "fail" and "lacks 1 tensors of the index, such as model.layers.99.weight" in line.found
+    assert line.status == "fail" and "lacks 1 tensors of the index, such as model.layers.99.weight" in line.found
 
 
 def test_a_tokenizer_that_does_not_load_is_a_failure(model):
     (model / "tokenizer.json").write_text("{")
     line = next(line for line in examine(subject(model__path=str(model)), [model_checks.check_tokenizer]))
-    assert line.level == "fail" and "the tokenizer does not load" in line.found and str(model) in line.found
+    assert line.status == "fail" and "the tokenizer does not load" in line.found and str(model) in line.found
 
 
 def test_a_model_that_is_no_folder_fails_under_offline_settings(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (line,) = examine(subject(model__path="org/name"), [model_checks.check_model])
-    assert line.level == "fail" and "HF_HUB_OFFLINE" in line.found and "--model" in line.fix
+    assert line.status == "fail" and "HF_HUB_OFFLINE" in line.found and "--model" in line.fix
 
 
 def test_an_engine_that_may_go_online_is_a_warning(monkeypatch):
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    assert findings(model_checks.check_offline, subject())[""].level == "ok"
+    assert findings(model_checks.check_offline, subject())[""].status == "ok"
     line = findings(model_checks.check_offline, subject(engine__env={"HF_HUB_OFFLINE": "0"}))[""]
-    assert line.level == "warn" and "HF_HUB_OFFLINE=0" in line.found
+    assert line.status == "warn" and "HF_HUB_OFFLINE=0" in line.found
 
 
 def test_known_faults_of_a_version_are_told(tiny_model, tmp_path):
@@ -320,11 +321,11 @@ def test_known_faults_of_a_version_are_told(tiny_model, tmp_path):
     (tmp_path / "packages/sglang").mkdir()
     (tmp_path / "packages/sglang/__init__.py").touch()
     given = subject(model__path=str(tiny_model), engine__kind="sglang", engine__python=python)
-    warned = [line for line in model_checks.check_engine(given) if line.check == "sglang 0.5.9"]
+    warned = [line for line in model_checks.check_engine(given) if line.name == "sglang 0.5.9"]
     assert any("layers.0.*" in line.found for line in warned)
     assert not any("Kimi" in line.found or "FlashInfer" in line.found for line in warned)  # of another family
     assert not [line for line in model_checks.check_engine(dataclasses.replace(given, speculates=False))
-                if line.level != "ok"]
+                if line.status != "ok"]
 
 
 # --- the drafter ------------------------------------------------------------------------------------------
@@ -340,13 +341,13 @@ def look(drafter, tiny_model, **more):
 
 
 def named(lines, level="fail"):
-    return {line.check.removeprefix("drafter "): line.found for line in lines if line.level == level}
+    return {line.name.removeprefix("drafter "): line.found for line in lines if line.status == level}
 
 
 def test_a_sound_drafter_is_ok(drafter, tiny_model):
     given = options(model__path=str(tiny_model), doctor__drafter=str(drafter))
-    found = [line for line in doctor.examine(given) if line.check.startswith("drafter")]
-    assert len(found) > 20 and {line.level for line in found} == {"ok"}
+    found = [line for line in doctor.examine(given) if line.name.startswith("drafter")]
+    assert len(found) > 20 and {line.status for line in found} == {"ok"}
 
 
 @pytest.mark.parametrize(("values", "level", "name"), [
@@ -384,8 +385,8 @@ def test_weights_that_cost_acceptance_are_found(drafter, tiny_model, monkeypatch
 
 def test_a_foreign_drafter_is_of_unknown_provenance(drafter, tiny_model):
     (drafter.parent / "manifest.json").unlink()
-    line = next(line for line in look(drafter, tiny_model) if line.check == "drafter provenance")
-    assert line.level == "warn" and "unknown provenance" in line.found and "[2, 4, 5]" in line.found
+    line = next(line for line in look(drafter, tiny_model) if line.name == "drafter provenance")
+    assert line.status == "warn" and "unknown provenance" in line.found and "[2, 4, 5]" in line.found
     assert "05_fix_weight_keys.py --smoke" in line.fix
 
 
@@ -420,7 +421,7 @@ def test_an_older_compile_cache_is_a_warning_where_the_engine_does_not_see_ids(d
         here.mkdir()
         given = subject(model__path=str(tiny_model), drafter=drafter, engine__python=install(here, version),
                         engine__env={"VLLM_CACHE_ROOT": str(tmp_path / "cache")} | env)
-        return [line.level for line in drafter_checks.check_drafter(given) if line.check == "compile cache"]
+        return [line.status for line in drafter_checks.check_drafter(given) if line.name == "compile cache"]
 
     assert lines("0.16.0") == ["warn"]
     assert lines("0.17.1") == lines("0.16.0", VLLM_DISABLE_COMPILE_CACHE="1") == []
@@ -457,8 +458,8 @@ def test_a_tokenizer_other_than_the_trainings_is_a_failure_and_a_template_a_warn
 
     def levels():
         subject = Subject(model=ModelOptions(path=str(model)), run_dir=tmp_path / "run", drafter=drafter)
-        return {line.check: line.level for line in check_drafter(subject)
-                if line.check in ("drafter tokenizer", "drafter chat_template")}
+        return {line.name: line.status for line in check_drafter(subject)
+                if line.name in ("drafter tokenizer", "drafter chat_template")}
 
     assert levels() == {}
     (model / "chat_template.jinja").write_text("{{ messages }}")

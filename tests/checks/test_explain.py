@@ -9,7 +9,8 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.pipeline import ROOT, run_stage
+from support.pipeline import run_stage
+from support.project import ROOT
 
 from eagle3.checks import causes, explain, similarity
 from eagle3.common import files, tensor_files

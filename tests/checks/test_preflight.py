@@ -10,11 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 from support.fake_engine import install
-from support.pipeline import ROOT, change_tensors, manifest, run_stage, write_export, write_traces
+from support.pipeline import change_tensors, manifest, run_stage, write_export, write_traces
+from support.project import ROOT
 
 from eagle3.checks import preflight
-from eagle3.checks.subject import Line, Subject
+from eagle3.checks.subject import Subject
 from eagle3.common.errors import PreconditionError
+from eagle3.common.findings import said
 from eagle3.common.options import EngineOptions, ModelOptions
 
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
@@ -50,10 +52,10 @@ def shift_offsets(tensors):
 
 
 def check_all(subject):
-    yield Line("ok", "first", "fine")
-    yield Line("warn", "second", "odd", "mend it")
-    yield Line("fail", "third", "broken", "replace it")
-    yield Line("fail", "", "broken too")
+    yield said("ok", "first", "fine")
+    yield said("warn", "second", "odd", "mend it")
+    yield said("fail", "third", "broken", "replace it")
+    yield said("fail", "", "broken too")
 
 
 def test_all_failures_are_told_at_once_with_their_fixes(tmp_path, caplog):

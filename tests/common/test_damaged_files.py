@@ -4,7 +4,7 @@ import json
 import random
 
 import pytest
-from support.damage import of_bytes, of_value, put
+from support.damaged_json import of_bytes, of_value, put
 
 from eagle3.common import files, manifest, tensor_files
 from eagle3.common.errors import StageError

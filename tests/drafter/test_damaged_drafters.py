@@ -2,7 +2,7 @@
 
 
 import pytest
-from support.damage import damaged, put
+from support.damaged_json import damaged, put
 
 from eagle3.common import files, tensor_files
 from eagle3.common.errors import StageError

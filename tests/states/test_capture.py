@@ -197,13 +197,13 @@ def test_states_of_another_layer_fail_the_agreement_check(captured, tiny_model, 
     store = StateStore(states)
     entries = list(store.index().values())
     facts = verifier.read(tiny_model)
-    good = AgreementCheck(facts, store, 0.9)
+    good = AgreementCheck(facts, store, 0.9, "float32", "float32")
     good.add(entries)
     good.judge()
     for entry in entries:
         hidden, ids = store.load(entry["i"])
         save_file({"hidden_states": hidden[:, [0, 1, 3, 2]].contiguous(), "token_ids": ids}, store.path(entry["i"]))
-    shifted = AgreementCheck(facts, store, 0.9)
+    shifted = AgreementCheck(facts, store, 0.9, "float32", "float32")
     shifted.add(entries)
     with pytest.raises(PreconditionError, match="own next tokens"):
         shifted.judge()

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from eagle3.common.errors import PreconditionError
-from eagle3.drafter import rope
+from eagle3.drafter import angles
 
 FACTORS = [1.0 + 0.5 * i for i in range(16)]
 ROPES = {
@@ -40,11 +40,11 @@ def test_frequencies_are_those_of_transformers(name, length):
         theirs, factor = LlamaRotaryEmbedding.compute_default_rope_parameters(config)
     else:
         theirs, factor = ROPE_INIT_FUNCTIONS[ROPES[name]["rope_type"]](config, None, seq_len=length)
-    ours, our_factor = rope.frequencies(ROPES[name] | {"max_position_embeddings": 2048}, 32, length)
+    ours, our_factor = angles.frequencies(ROPES[name] | {"max_position_embeddings": 2048}, 32, length)
     rotated = [each for each in ours if each]
     torch.testing.assert_close(torch.tensor(rotated), theirs, rtol=1e-5, atol=0)
     assert our_factor == pytest.approx(factor, rel=1e-6) and len(ours) == 16
-    turned = rope.angles(ROPES[name] | {"max_position_embeddings": 2048}, 32, [0, length - 1])
+    turned = angles.angles(ROPES[name] | {"max_position_embeddings": 2048}, 32, [0, length - 1])
     assert turned == [[0.0] * 16, pytest.approx([(length - 1) * each for each in ours])]
 
 
@@ -73,19 +73,19 @@ OTHER = [
 
 @pytest.mark.parametrize(("a", "b"), SAME)
 def test_spellings_that_mean_the_same_angles(a, b):
-    assert rope.same(rope.normal(a), rope.normal(b), 32, 4096)
+    assert angles.same(angles.normal(a), angles.normal(b), 32, 4096)
 
 
 @pytest.mark.parametrize(("a", "b", "words"), OTHER)
 def test_other_angles_are_named_where_they_part(a, b, words):
-    assert words in rope.difference(rope.normal(a), rope.normal(b), 32, 4096)
+    assert words in angles.difference(angles.normal(a), angles.normal(b), 32, 4096)
 
 
 def test_each_generation_of_transformers_reads_its_own_spelling():
     both = {"rope_theta": 5e5, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}
-    assert [rope.normal(both, way)["rope_theta"] for way in ("new", "old", "both")] == [1e6, 5e5, 1e6]
+    assert [angles.normal(both, way)["rope_theta"] for way in ("new", "old", "both")] == [1e6, 5e5, 1e6]
     scaled = {"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
-    assert rope.normal(scaled, "new") == {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+    assert angles.normal(scaled, "new") == {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
 
 
 @pytest.mark.parametrize("config", [
@@ -98,7 +98,7 @@ def test_each_generation_of_transformers_reads_its_own_spelling():
 ])
 def test_what_is_no_rope_is_named(config):
     with pytest.raises(PreconditionError, match="RoPE"):
-        rope.frequencies(rope.normal(config | {"max_position_embeddings": 2048}), 32, 100)
+        angles.frequencies(angles.normal(config | {"max_position_embeddings": 2048}), 32, 100)
 
 
 # What vLLM's get_rope computes: angles and factors from its table of cos and sin for positions 1 and 100.
@@ -125,12 +125,13 @@ def test_frequencies_are_those_of_vllm():
     named = {name: each for name, each in ROPES.items() if each["rope_type"] not in ("longrope", "dynamic")}
     named["mrope"] = ROPES["default"] | {"mrope_section": [8, 4, 4]}
     named["yarn-attention"] = named["yarn-attention"] | {"original_max_position_embeddings": 512}
-    done = subprocess.run([sys.executable, "-c", VLLM, json.dumps(list(named.values()))], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", VLLM, json.dumps(list(named.values()))], capture_output=True,
+                          text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [line for line in done.stdout.splitlines() if line.startswith("[[")]
     assert len(lines) == len(named)
     for (name, each), line in zip(named.items(), lines, strict=True):
         theirs, factor = json.loads(line)
-        ours, our_factor = rope.frequencies(each, 32, 100)
+        ours, our_factor = angles.frequencies(each, 32, 100)
         assert [one for one in ours if one] == pytest.approx(theirs, rel=1e-4), name
         assert our_factor == pytest.approx(factor, rel=1e-5), name
