@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from eagle3.common import config, files, log, proofs, provenance, workers
+from eagle3.common import config, files, log, probe, proofs, provenance, workers
 from eagle3.common import manifest as manifests
 from eagle3.common.errors import Interrupted, PreconditionError, StageError, StaleError
 from eagle3.common.interrupt import Interrupt
@@ -260,6 +260,7 @@ class Stage:
     def _acquire(self) -> None:
         """Lock the directory; with --restart move what lies there aside first."""
         self._lock = DirectoryLock(self.directory)
+        probe.say(self.directory)
         if not self.common.restart or not (self.directory / "manifest.json").exists():
             return
         number = 1
@@ -267,7 +268,7 @@ class Stage:
             number += 1
         os.rename(self.directory, aside)
         logger.info("moved the old result to %s", aside)
-        self._lock.release()
+        self._lock.release(moved=aside)
         self._lock = DirectoryLock(self.directory)
 
     def release(self) -> None:

@@ -7,6 +7,7 @@ vLLM 0.16–0.32, SGLang 0.5.9–0.5.23 and speculators 0.9.
 from typing import TYPE_CHECKING, Any
 
 from eagle3.common import versions
+from eagle3.drafter.rope import fresh_rope, rope_of
 
 if TYPE_CHECKING:
     from eagle3.common.tensor_files import Entry
@@ -21,18 +22,7 @@ LLAMA_DEFAULTS: dict[str, Any] = {
     "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False,
 }  # fmt: skip
 LAYER_FIELDS = (*LLAMA_DEFAULTS, "num_key_value_heads", "head_dim")
-_DEFAULT_THETA = 10000.0
 _MLA_HEAD_DIM = 128
-_OLD_TYPES = {"mrope": "default", "su": "longrope"}
-# What a type of scaling is made of. A fresh drafter gets these and nothing else: all that is left has one meaning in
-# transformers and in both engines. Scalings that depend on the length of the text (dynamic, longrope) do not.
-_MADE_OF: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate"),
-}
-_OPTIONAL = ("beta_fast", "beta_slow", "truncate")
 # SGLang adds 1 to each nested id; for DeepSeek-type targets it does so up to 0.5.12, later only if the first is 1.
 NO_OFFSET = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "kimi_k25")
 _ALWAYS_ADDS_ONE_UP_TO = (0, 5, 12)
@@ -91,44 +81,6 @@ def layer_shape(verifier: "Verifier", intermediate_size: int | None = None) -> d
         "mlp_bias": False,
         "tie_word_embeddings": False,
     }
-
-
-def rope_of(layer: dict[str, Any]) -> dict[str, Any]:
-    """Return rope_parameters (rope_type, rope_theta, what scaling needs), flat, from any spelling or several.
-
-    Where layer types have RoPE of their own, that of full attention is returned, which is the drafter's. M-RoPE's
-    sections are left out: a text position is the same number in each of them, so that it is plain RoPE.
-    """
-    rope = {**_full_attention(layer.get("rope_scaling")), **_full_attention(layer.get("rope_parameters"))}
-    old, kind = rope.pop("type", None), rope.get("rope_type")
-    kind = str(kind or old or "default")
-    rope["rope_type"] = _OLD_TYPES.get(kind, kind)
-    rope["rope_theta"] = float(rope.get("rope_theta") or layer.get("rope_theta") or _DEFAULT_THETA)
-    return {name: value for name, value in rope.items() if not name.startswith("mrope_")}
-
-
-def _full_attention(rope: Any) -> dict[str, Any]:
-    """Return the entry of full attention of a dictionary by layer type, any other dictionary as it is."""
-    if not isinstance(rope, dict):
-        return {}
-    by_type = {name: value for name, value in rope.items() if isinstance(value, dict)}
-    if not by_type:
-        return rope
-    return dict(by_type.get("full_attention") or next(iter(by_type.values())))
-
-
-def fresh_rope(config: dict[str, Any], *, mla: bool = False) -> dict[str, Any]:
-    """Return rope_parameters of a fresh drafter of the verifier whose text configuration this is.
-
-    The verifier's theta over the whole head, and its scaling where that is one for all lengths. With MLA the scaling
-    stays out: it is made for heads that the drafter does not have. KeyError when the scaling lacks a value.
-    """
-    rope = rope_of(config)
-    kind = "default" if mla or rope["rope_type"] not in _MADE_OF else rope["rope_type"]
-    if kind in ("yarn", "llama3"):
-        rope.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
-    scaling = {name: rope[name] for name in _MADE_OF[kind] if name not in _OPTIONAL or rope.get(name) is not None}
-    return {"rope_type": kind, **scaling, "rope_theta": rope["rope_theta"]}
 
 
 def ids_of(raw: dict[str, Any], num_layers: int) -> list[int] | None:

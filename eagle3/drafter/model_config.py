@@ -17,7 +17,8 @@ from eagle3.common import files
 from eagle3.common.errors import PreconditionError
 from eagle3.common.log import logger
 from eagle3.drafter import output
-from eagle3.drafter.flat_config import fresh_rope, rope_of
+from eagle3.drafter.angles import frequencies
+from eagle3.drafter.rope import fresh_rope, rope_of
 
 _TEXT_PARTS = ("text_config", "llm_config", "language_config")
 _SIZES = ("hidden_size", "num_hidden_layers", "vocab_size", "max_position_embeddings", "num_attention_heads",
@@ -28,7 +29,6 @@ _EPS_NAMES = (EPS, "layer_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_eps
 _TIED = "tie_word_embeddings"
 _ROPE = ("rope_parameters", "rope_scaling", "rope_theta")
 _PATIENCE_S = 120
-_LARGE = 1e18  # beyond any theta, factor or length
 _ASK = """
 import importlib.util, json, sys
 find = importlib.util.find_spec
@@ -109,11 +109,13 @@ def _whole(value: Any) -> bool:
 def _rope(text: dict[str, Any]) -> dict[str, Any]:
     """Return flat rope_parameters, empty where the file's cannot be understood."""
     try:
-        rope, drafters = rope_of(text), fresh_rope(text)
-        numbers = [float(value) for name, value in drafters.items() if name not in ("rope_type", "truncate")]
-    except (TypeError, ValueError, AttributeError, KeyError):
+        rope = rope_of(text)
+        drafters = fresh_rope(text)
+        if drafters["rope_type"] != "default":
+            frequencies(drafters, 128)
+        return rope
+    except (TypeError, ValueError, AttributeError, KeyError, ArithmeticError, PreconditionError):
         return {}
-    return rope if all(0 < number < _LARGE for number in numbers) else {}
 
 
 def _require(text: dict[str, Any], where: Path) -> None:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from eagle3.common import files, findings, tensor_files
+from eagle3.common import findings, tensor_files
 from eagle3.common.errors import PreconditionError
-from eagle3.drafter import export_checks, weight_checks
+from eagle3.drafter import config_keys, export_checks, weight_checks
 from eagle3.drafter.checkpoint import (
     EMBEDDING,
     FROZEN,
@@ -125,7 +125,7 @@ def published(folder: Path, verifier: Verifier) -> Export:
     Raises PreconditionError when it is no whole Llama-type drafter of this verifier.
     """
     trained_ids, trained_here = training_record(folder)
-    export = Export(folder=folder, raw=files.read_json(folder / "config.json", fix="name the folder of a drafter"),
+    export = Export(folder=folder, raw=config_keys.read(folder),
                     tensors=tensor_files.read(folder), verifier=verifier, engine="vllm", version=None,
                     serving_length=verifier.max_positions, trained_ids=trained_ids, trained_here=trained_here)
     sizes = {"hidden_size": verifier.hidden_size, "vocab_size": verifier.vocab_size, "target_hidden_size": None}

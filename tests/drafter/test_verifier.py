@@ -6,6 +6,7 @@ import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -16,7 +17,7 @@ from eagle3.common import tensor_files
 from eagle3.common.errors import PreconditionError
 from eagle3.common.findings import FAIL, OK
 from eagle3.common.options import ModelOptions
-from eagle3.drafter import flat_config, model_config, output, verifier
+from eagle3.drafter import angles, flat_config, model_config, output, rope, verifier
 
 SHARED = ("embed_tokens", "lm_head", "norm")
 
@@ -177,45 +178,45 @@ SCALED = [
 ]
 
 
-def turns(shape, **spelled):
-    """Return (angle of each pair at position 1, factor of cos and sin) with which transformers trains a drafter."""
+@pytest.mark.parametrize("given", SCALED)
+def test_rope_is_the_same_angles_trained_written_and_read_in_either_spelling(variant, given):
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    rotary = LlamaRotaryEmbedding(LlamaConfig(**{k: v for k, v in shape.items() if not k.startswith("rope")} | spelled))
-    return rotary.inv_freq, rotary.attention_scaling
-
-
-@pytest.mark.parametrize("given", SCALED)
-def test_rope_is_the_same_angles_in_training_and_in_either_spelling_that_is_written(variant, given):
     facts = verifier.read(variant(rope_parameters=given))
     shape = flat_config.layer_shape(facts)
     written = flat_config.engine_config(flat_config.flat_config({"draft_vocab_size": 64, **shape}) | {
         flat_config.IDS: [2, 4, 5]}, engine="vllm", version=None, verifier=facts, serving_length=2048,
         keeps_embedding=False)
-    trained, factor = turns(shape, rope_parameters=shape["rope_parameters"])
-    for names in (["rope_parameters"], ["rope_theta", "rope_scaling"]):
-        angles, scale = turns(written, **{name: written[name] for name in names if written[name] is not None})
-        torch.testing.assert_close(angles, trained)
-        assert scale == pytest.approx(factor)
-    theirs, scale = turns(shape, rope_parameters=given)  # as the verifier itself has them
-    torch.testing.assert_close(theirs, trained)
-    assert scale == pytest.approx(factor)
+    both = [rope.rope_of({name: written[name] for name in names})
+            for names in (["rope_parameters"], ["rope_theta", "rope_scaling"])]
+    module = LlamaRotaryEmbedding(LlamaConfig(**shape))  # what is trained
+    for spelling in both:
+        inverse, factor = angles.frequencies(spelling, 32)
+        np.testing.assert_allclose(inverse, module.inv_freq.double().numpy(), rtol=1e-5)
+        assert factor == pytest.approx(module.attention_scaling)
+        assert angles.same(spelling, rope.rope_of(facts.config), 32, 2048)
+
+
+def test_other_angles_are_not_the_same():
+    for one, other in zip(SCALED, [*SCALED[1:], SCALED[0]], strict=True):
+        assert not angles.same(one, other, 32, 2048)
+    partial = SCALED[0] | {"partial_rotary_factor": 0.5}
+    assert not angles.same(SCALED[0], partial, 32, 2048)
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("given", SCALED)
-def test_vllm_turns_by_the_same_angles(given):
+def test_vllm_reads_the_same_angles(given):
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.rotary_embedding import get_rope
 
-    shape = {"hidden_size": 64, "num_attention_heads": 2, "head_dim": 32, "max_position_embeddings": 2048}
-    trained, factor = turns(shape, rope_parameters=flat_config.fresh_rope(shape | {"rope_parameters": given}))
     with set_current_vllm_config(VllmConfig()):
         table = get_rope(32, 2048, rope_parameters=dict(given), dtype=torch.float32).cos_sin_cache
-    turned = torch.arange(64)[:, None] * trained
-    torch.testing.assert_close(table[:64], torch.cat([turned.cos(), turned.sin()], dim=-1) * factor, atol=1e-4,
-                               rtol=1e-4)
+    inverse, factor = angles.frequencies(given, 32)
+    turned = torch.arange(64, dtype=torch.float64)[:, None] * torch.tensor(inverse, dtype=torch.float64)
+    expected = torch.cat([turned.cos(), turned.sin()], dim=-1) * factor
+    torch.testing.assert_close(table[:64].double(), expected, atol=1e-4, rtol=1e-4)
 
 
 # --- case 52: what a family does to its logits --------------------------------------------------------------
