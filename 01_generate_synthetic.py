@@ -2,7 +2,8 @@
 
 A drafter learns to predict its verifier, so it is trained on the verifier's own replies. Reads prompts: JSON
 lines, a JSON array, Parquet, a folder or a hub dataset of {"id", "messages": [{"role", "content"}], "tools"},
-{"id", "prompt"} or ShareGPT {"conversations": [{"from", "value"}]}; id and tools may be missing.
+{"id", "prompt"}, ShareGPT {"conversations": [{"from", "value"}]} or user turns alone {"turns": ["…", "…"]}; id and
+tools may be missing.
 Writes into RUN_DIR/01_traces:
   traces.jsonl    one finished reply a line: texts, token ids, what was asked
   skipped.jsonl   prompts that gave no trace (cut inside the reasoning, empty, too long, refused by the

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from eagle3.common import files
 from eagle3.common.errors import PreconditionError
 
 # Spellings in use; a tokenizer or template that has one decides which.
@@ -206,9 +207,24 @@ def load_chat(folder: Path, *, trust_remote_code: bool = False) -> Chat:
             found=str(error)[:500],
             fix="check the folder; a tokenizer that brings its own code needs --trust-remote-code",
         ) from None
+    tokenizer.chat_template = tokenizer.chat_template or _processors_template(folder)
     if not tokenizer.chat_template:
-        raise PreconditionError("the tokenizer has no chat template", where=folder, fix="add chat_template.jinja")
+        raise PreconditionError("the tokenizer has no chat template", where=folder,
+                                expected="chat_template.jinja, or one in tokenizer_config.json or chat_template.json",
+                                fix="add chat_template.jinja")
     return Chat(tokenizer, _end_ids(folder), vocabulary_size(folder))
+
+
+def _processors_template(folder: Path) -> str | None:
+    """Return the template of chat_template.json: processors of images keep theirs there, and servers use it."""
+    path = folder / "chat_template.json"
+    if not path.is_file():
+        return None
+    found = files.read_json(path, fix="restore it, or add chat_template.jinja")
+    template = found.get("chat_template") if isinstance(found, dict) else None
+    if not isinstance(template, str):
+        raise PreconditionError("not a processor's chat template", where=path, expected='{"chat_template": "…"}')
+    return template
 
 
 def as_ids(value: Any) -> list[int]:
@@ -227,7 +243,7 @@ def _end_ids(folder: Path) -> set[int]:
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         if (folder / name).is_file():
-            config = json.loads((folder / name).read_text(encoding="utf-8"))
+            config = files.read_json(folder / name)
             for part in (config, config.get("text_config") or {}):
                 value = part.get("eos_token_id")
                 found |= {int(token) for token in (value if isinstance(value, list) else [value]) if token is not None}
@@ -238,11 +254,8 @@ def vocabulary_size(folder: Path) -> int | None:
     """Return what config.json says; None when it leaves that to its class."""
     if not (folder / "config.json").is_file():
         return None
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8-sig"))
-        value = (config.get("text_config") or config).get("vocab_size")
-    except (OSError, ValueError, AttributeError) as error:
-        raise PreconditionError("not a JSON object", where=folder / "config.json", found=error) from None
+    config = files.read_json(folder / "config.json")
+    value = (config.get("text_config") or config).get("vocab_size")
     return value if type(value) is int and value > 0 else None
 
 
