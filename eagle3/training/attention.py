@@ -96,25 +96,26 @@ class Layout:
 
 
 def flash(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
-          drafted: list[tuple[torch.Tensor, torch.Tensor]], layout: Layout, kernels: Any = None) -> torch.Tensor:
+          drafted: list[tuple[torch.Tensor, torch.Tensor]], layout: Layout, kernels: Any = None,
+          out: torch.Tensor | None = None) -> torch.Tensor:
     """Return what `attend` does, on a GPU, of keys and values [U, KV heads, d] of the layout's tokens.
 
     Args:
         kernels: eagle3.training.attention_kernels where Triton works.
+        out: [R, heads x d], where the result is put.
     """
     flat = [tensor for pair in drafted for tensor in pair]
-    return _Flash.apply(query, keys, values, layout, kernels, *flat)  # type: ignore[no-any-return]
+    return _Flash.apply(query, keys, values, layout, kernels, out, *flat)  # type: ignore[no-any-return]
 
 
 def merge(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, before: torch.Tensor, lse: torch.Tensor,
-          dtype: torch.dtype) -> torch.Tensor:
+          out: torch.Tensor) -> None:
     """The plain form of attention_kernels.merge."""
     key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value))
     score = (query.float() * key).sum(-1)
     after = torch.logaddexp(lse, score)
-    out = before.float() * (lse - after).exp()[..., None] + (score - after).exp()[..., None] * value
+    out.copy_(before.float() * (lse - after).exp()[..., None] + (score - after).exp()[..., None] * value)
     lse.copy_(after)
-    return out.to(dtype)
 
 
 def merge_gradients(
@@ -141,12 +142,17 @@ class _Flash(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layout: Layout, kernels: Any,
-                *drafted: torch.Tensor) -> torch.Tensor:
-        out, lse, *random = torch.ops.aten._flash_attention_forward(
+                out: torch.Tensor | None, *drafted: torch.Tensor) -> torch.Tensor:
+        attended, lse, *random = torch.ops.aten._flash_attention_forward(
             query, keys, values, *layout.cumulative, *layout.limits, 0.0, True, False, scale=1.0)[:4]
         lse = lse.T.contiguous()
+        out = torch.empty_like(attended) if out is None else out.view(attended.shape)
         for dtype, key, value in _pairs(query.dtype, drafted):
-            out = (kernels.merge if kernels else merge)(query, key, value, out, lse, dtype)
+            merged = out if dtype == out.dtype else torch.empty_like(out, dtype=dtype)
+            (kernels.merge if kernels else merge)(query, key, value, attended, lse, merged)
+            attended = merged
+        if not drafted:
+            out.copy_(attended)
         ctx.save_for_backward(query, keys, values, lse, out, *random, *drafted)
         ctx.layout, ctx.kernels = layout, kernels
         return out
@@ -164,7 +170,7 @@ class _Flash(torch.autograd.Function):
         for dtype, key, value in _pairs(query.dtype, drafted):
             dquery, *pair = gradients(gradient, query, out, key, value, lse, dquery, dtype)
             own += pair
-        return (dquery, dkeys, dvalues, None, None, *own)
+        return (dquery, dkeys, dvalues, None, None, None, *own)
 
 
 def _pairs(last: torch.dtype, drafted: Any) -> Iterator[tuple[torch.dtype, torch.Tensor, torch.Tensor]]:
@@ -177,8 +183,11 @@ def _pairs(last: torch.dtype, drafted: Any) -> Iterator[tuple[torch.dtype, torch
 def _in_fixed_order() -> Iterator[None]:
     """Let flash attention add gradients up in a fixed order: it takes no longer, and equal inputs give equal bits."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    memory: Any = torch.utils.deterministic
+    filled, memory.fill_uninitialized_memory = memory.fill_uninitialized_memory, False  # it costs passes over memory
     torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        memory.fill_uninitialized_memory = filled

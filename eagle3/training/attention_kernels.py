@@ -67,19 +67,18 @@ def _merge_backward(  # type: ignore[no-untyped-def]
 
 def merge(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, before: torch.Tensor, lse: torch.Tensor,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """Return attention [R, heads, d] in dtype with one more key and value of each row in it.
+    out: torch.Tensor,
+) -> None:
+    """Write attention with one more key and value of each row in it to out [R, heads, d].
 
     Args:
         query: [R, heads, d], scaled. key, value: [R, KV heads, d]. Their rows may have any stride.
-        before: [R, heads, d], the attention so far, contiguous. lse: [R, heads] float32, its log-sum-exp, updated.
+        before: [R, heads, d], the attention so far, contiguous as out is.
+        lse: [R, heads] float32, its log-sum-exp, which is updated.
     """
-    out = torch.empty_like(before, dtype=dtype)
     grid, shape = _tiles(query, key)
     _merge_forward[grid](query, key, value, before, out, lse, *shape, query.stride(0), key.stride(0), value.stride(0),
                          **_blocks(key))
-    return out
 
 
 def merge_gradients(

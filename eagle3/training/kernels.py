@@ -80,13 +80,13 @@ def norm(
 def norm_gradients(
     gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, inverses: torch.Tensor, *,
     source: torch.Tensor | None = None, place: torch.Tensor | None = None, passed: torch.Tensor | None = None,
-    inputs: bool = True,
+    out: torch.Tensor | None = None, inputs: bool = True,
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Return the gradients of `norm` with respect to x (plus `passed` [N, H], what x gets from elsewhere; None without
-    inputs) and to the weight [H]. x is what was normed, delta included; gradient has rows of any stride."""
+    """Return the gradients of `norm` with respect to x, in out (plus `passed` [N, H], what x gets from elsewhere; None
+    without inputs), and to the weight [H]. x is what was normed, delta included; gradient has rows of any stride."""
     rows, hidden = len(inverses), x.shape[1]
     programs = min(rows, 2 * torch.cuda.get_device_properties(x.device).multi_processor_count)
-    dx = x.new_empty(rows, hidden) if inputs else None
+    dx = out if out is not None or not inputs else x.new_empty(rows, hidden)
     dweight = torch.empty(programs, hidden, dtype=torch.float32, device=x.device)
     _norm_backward[(programs,)](gradient, place, x, source, passed, weight, inverses, dx, dweight, rows, hidden,
                                 gradient.stride(0), **_whole_row(hidden))
@@ -145,12 +145,10 @@ def _swiglu_backward(gradient, x, width, BLOCK: tl.constexpr):  # type: ignore[n
     tl.store(x + row * 2 * width + width + columns, given * gate * share, mask=inside)
 
 
-def swiglu(x: torch.Tensor) -> torch.Tensor:
-    """Return silu(gate) * up [N, F] of x [N, 2F], gate and up side by side."""
-    rows, width = x.shape[0], x.shape[1] // 2
-    out = x.new_empty(rows, width)
+def swiglu(x: torch.Tensor, out: torch.Tensor) -> None:
+    """Write silu(gate) * up of x [N, 2F], gate and up side by side, to out [N, F]."""
+    rows, width = out.shape
     _swiglu[(rows, triton.cdiv(width, _BLOCK))](x, out, width, BLOCK=_BLOCK, num_warps=8)
-    return out
 
 
 def swiglu_gradient(gradient: torch.Tensor, x: torch.Tensor) -> None:
@@ -167,26 +165,24 @@ def _divergence(  # type: ignore[no-untyped-def]
     logits += row * vocab
     targets += tl.load(places + row) * vocab
     low = -1e30  # not -inf: differences of two stay numbers
-    highest, wanted_highest = tl.full([BLOCK], low, tl.float32), tl.full([BLOCK], low, tl.float32)
+    top, wanted_top = tl.full([], low, tl.float32), tl.full([], low, tl.float32)
     total, wanted_total = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     gap = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, vocab, BLOCK):  # of each lane, then of the row
+    for start in range(0, vocab, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         values = tl.load(logits + columns, mask=columns < vocab, other=low).to(tl.float32)
         wanted = tl.load(targets + columns, mask=columns < vocab, other=low).to(tl.float32)
-        higher = tl.maximum(highest, values)
-        total = total * tl.exp(highest - higher) + tl.exp(values - higher)
-        highest = higher
-        higher = tl.maximum(wanted_highest, wanted)
-        shrink, share = tl.exp(wanted_highest - higher), tl.exp(wanted - higher)
+        higher = tl.maximum(top, tl.max(values, 0))
+        total = total * tl.exp(top - higher) + tl.exp(values - higher)
+        top = higher
+        higher = tl.maximum(wanted_top, tl.max(wanted, 0))
+        shrink, share = tl.exp(wanted_top - higher), tl.exp(wanted - higher)
         wanted_total = wanted_total * shrink + share
         gap = gap * shrink + share * (wanted - values)
-        wanted_highest = higher
-    top, wanted_top = tl.max(highest, 0), tl.max(wanted_highest, 0)
-    own = top + tl.log(tl.sum(total * tl.exp(highest - top), 0))
-    shrink = tl.exp(wanted_highest - wanted_top)
-    theirs = tl.sum(wanted_total * shrink, 0)
-    difference = tl.sum(gap * shrink, 0) / theirs  # the mean of target less draft logit
+        wanted_top = higher
+    own = top + tl.log(tl.sum(total, 0))
+    theirs = tl.sum(wanted_total, 0)
+    difference = tl.sum(gap, 0) / theirs  # the mean of target less draft logit
     theirs = wanted_top + tl.log(theirs)
     tl.store(losses + row, difference - (theirs - own))
     tl.store(lse + row, own)

@@ -27,7 +27,7 @@ def test_merging_gives_outputs_and_gradients_of_plain_attention(heads, kv_heads)
         given = [tensor.detach().float() for tensor in (query, *drafted)]
         pairs = list(zip(given[1::2], given[2::2], strict=True))
         for key, value in pairs:
-            out = attention.merge(given[0], key, value, out, lse, torch.float32)
+            attention.merge(given[0], key, value, out, lse, out)
         dquery, shares = torch.zeros_like(given[0]), []
         for key, value in pairs:
             dquery, *own_shares = attention.merge_gradients(gradient.float(), given[0], out, key, value, lse, dquery,

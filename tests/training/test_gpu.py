@@ -88,7 +88,9 @@ def test_a_sum_and_its_norm(fused, hidden, judged):
         total = residual + delta
         return total, rms(total if rows is None else total[rows], weight)
 
-    compare(lambda residual, delta, weight: tuple(fused._add_norm(residual, delta, module(weight), rows)), plain,
+    compare(lambda residual, delta, weight: tuple(fused._add_norm(
+        residual, delta, module(weight), random(len(rows) if judged else 11, hidden), rows=rows,
+        gives=lambda: random(11, hidden))), plain,
             [random(11, hidden), random(11, hidden), weights(hidden)], limit=0.006)  # the sum is rounded first
 
 
@@ -101,7 +103,7 @@ def test_what_a_layer_reads(fused):
     def ours(hidden, left, right):
         layer = SimpleNamespace(input_layernorm=module(left), hidden_norm=module(right))
         model = SimpleNamespace(layers=[layer], embed_tokens=SimpleNamespace(weight=table))
-        return tuple(fused._layer_input(model, ids, hidden))
+        return tuple(fused._layer_input(model, ids, hidden, random(300, 1152)))
 
     compare(ours, plain, [random(300, 576), weights(576), weights(576)])
 
@@ -118,9 +120,29 @@ def test_projections_under_rope(fused, heads, size):
                      for part, scale in zip(parts, scales, strict=True))
 
     def ours(x, *weights):
-        return fused._Project.apply(x, fused.in_half(*weights), cos, sin, size, scales, *weights)
+        product = fused._Product([module(weight) for weight in weights], [50])
+        return product.heads(x, 0, (cos, sin), scales)
 
     compare(ours, plain, [random(50, 64), *(random(heads * size, 64) for _ in range(3))], limit=0.01)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_of_a_product_is_that_of_all_its_steps(fused, dtype):
+    torch.manual_seed(0)
+    weights = [torch.nn.Parameter(random(size, 32).to(dtype)) for size in (48, 16)]
+    inputs, gradients = [random(rows, 32) for rows in (20, 7)], [random(rows, 64) for rows in (20, 7)]
+    for number in range(2):  # a second batch adds to the gradient
+        product = fused._Product([module(weight) for weight in weights], [20, 7])
+        outs = [product(x.requires_grad_(), step, in_place=bool(number)) for step, x in enumerate(inputs)]
+        assert all(torch.allclose(out, x @ torch.cat(weights).bfloat16().T, rtol=0.01, atol=0.01)
+                   for out, x in zip(outs, inputs, strict=True))
+        torch.autograd.backward(outs, gradients)
+    exact = sum(2 * given.double().T @ x.detach().double() for given, x in zip(gradients, inputs, strict=True))
+    found = torch.cat([weight.grad for weight in weights])
+    assert found.dtype == dtype and (found - exact).norm() / exact.norm() < FEW
+    for given, x in zip(gradients, inputs, strict=True):
+        expected = 2 * given.double() @ torch.cat(weights).double()
+        assert (x.grad - expected).norm() / expected.norm() < 2 * FEW
 
 
 @pytest.mark.parametrize("width", [96, 18432])
@@ -129,7 +151,7 @@ def test_swiglu(fused, width):
         gate, up = x.chunk(2, 1)
         return torch.nn.functional.silu(gate) * up
 
-    compare(fused._SwiGLU.apply, plain, [random(77, 2 * width)])
+    compare(lambda x: fused._SwiGLU.apply(x, random(77, width)), plain, [random(77, 2 * width)])
 
 
 @pytest.mark.parametrize("vocab", [512, 32000, 163840])
