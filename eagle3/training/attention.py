@@ -66,13 +66,16 @@ class Layout:
 
     Attributes:
         tokens: [U] int64, the positions of the batch that are keys and values: of each document up to its last row.
-        rows: [R] int64, where the rows are among these; None if they are all.
+        rows, others: [R] and [C] int64, where the rows, and those that are none, are among these.
+        context: [C] int64, the positions of the latter in the batch.
         cumulative: rows and tokens before each document, two [documents + 1] int32.
         limits: most rows and most tokens in a document.
     """
 
     tokens: torch.Tensor
-    rows: torch.Tensor | None
+    rows: torch.Tensor
+    others: torch.Tensor
+    context: torch.Tensor
     cumulative: tuple[torch.Tensor, torch.Tensor]
     limits: tuple[int, int]
 
@@ -82,17 +85,16 @@ class Layout:
         lengths = np.array([(0, 0), *((stop - first, stop - start) for start, first, stop in spans)])
         before = lengths.cumsum(0)
         tokens = np.concatenate([np.arange(start, stop) for start, _, stop in spans])
-        rows = np.concatenate([np.arange(end - count, end)
-                               for (count, _), (_, end) in zip(lengths[1:], before[1:], strict=True)])
+        drafting = np.concatenate([np.arange(start, stop) >= first for start, first, stop in spans])
 
         def moved(array: np.ndarray) -> torch.Tensor:
             tensor = torch.from_numpy(np.ascontiguousarray(array))
             return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
-        few = len(rows) < len(tokens)
-        cumulative = moved(before[:, 0].astype(np.int32)), moved(before[:, 1].astype(np.int32))
-        limits = int(lengths[:, 0].max()), int(lengths[:, 1].max())
-        return Layout(moved(tokens), moved(rows) if few else None, cumulative, limits)
+        return Layout(
+            moved(tokens), moved(np.flatnonzero(drafting)), moved(np.flatnonzero(~drafting)), moved(tokens[~drafting]),
+            (moved(before[:, 0].astype(np.int32)), moved(before[:, 1].astype(np.int32))),
+            (int(lengths[:, 0].max()), int(lengths[:, 1].max())))
 
 
 def flash(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,

@@ -123,6 +123,26 @@ def rotate(
 
 
 @triton.jit
+def _shifted_sum(x, out, rows, steps, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for step in range(steps):
+        inside = (columns < width) & (row >= step)
+        total += tl.load(x + (step * rows + row - step) * width + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + columns, total, mask=columns < width)
+
+
+def shifted_sum(x: torch.Tensor, steps: int) -> torch.Tensor:
+    """Return [R, F] whose row r is the sum over steps s of row r - s of the s-th of the [R, F] one behind the other in
+    x."""
+    rows, width = len(x) // steps, x.shape[1]
+    out = x.new_empty(rows, width)
+    _shifted_sum[(rows, triton.cdiv(width, _BLOCK))](x, out, rows, steps, width, BLOCK=_BLOCK, num_warps=8)
+    return out
+
+
+@triton.jit
 def _swiglu(x, out, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -43,7 +43,7 @@ class FusedAdamW(torch.optim.AdamW):
 
     def _step(self, factor: torch.Tensor) -> None:
         """Do one step with gradients times factor [] float32; with 0 nothing is changed."""
-        from eagle3.training import fused, kernels
+        from eagle3.training import kernels, products
 
         for group in self.param_groups:
             for weight in group["params"]:
@@ -55,7 +55,7 @@ class FusedAdamW(torch.optim.AdamW):
                               "exp_avg_sq": torch.zeros_like(weight)}
                 state["step"] = state["step"].cpu() + 1  # only one that was loaded is on the GPU
                 kernels.adamw(_local(weight), _local(weight.grad), _local(state["exp_avg"]),
-                              _local(state["exp_avg_sq"]), fused.copy_of(weight), factor, int(state["step"]),
+                              _local(state["exp_avg_sq"]), products.copy_of(weight), factor, int(state["step"]),
                               group["lr"], group["betas"], group["eps"], group["weight_decay"])
 
 

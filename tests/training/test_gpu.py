@@ -14,6 +14,13 @@ FEW = 0.004  # of a vector: what rounding to bf16 once leaves is 0.0017
 
 
 @pytest.fixture(scope="module")
+def products(fused):
+    from eagle3.training import products
+
+    return products
+
+
+@pytest.fixture(scope="module")
 def fused():
     assert ttt._kernels(), "Triton does not work here"
     return ttt._kernels()
@@ -94,45 +101,51 @@ def test_a_sum_and_its_norm(fused, hidden, judged):
             [random(11, hidden), random(11, hidden), weights(hidden)], limit=0.006)  # the sum is rounded first
 
 
-def test_what_a_layer_reads(fused):
-    table, ids = random(50, 576), torch.randint(50, (300,), device="cuda")
+def test_a_norm_beside_the_residual(fused):
+    def plain(hidden, weight):
+        return rms(hidden, weight), hidden * 1
 
-    def plain(hidden, left, right):
-        return torch.cat([rms(table[ids].to(hidden.dtype), left), rms(hidden, right)], -1), hidden * 1
-
-    def ours(hidden, left, right):
-        layer = SimpleNamespace(input_layernorm=module(left), hidden_norm=module(right))
-        model = SimpleNamespace(layers=[layer], embed_tokens=SimpleNamespace(weight=table))
-        return tuple(fused._layer_input(model, ids, hidden, random(300, 1152)))
-
-    compare(ours, plain, [random(300, 576), weights(576), weights(576)])
+    compare(lambda hidden, weight: tuple(fused._norm(hidden, module(weight), random(300, 576))), plain,
+            [random(300, 576), weights(576)])
 
 
 @pytest.mark.parametrize(("heads", "size"), [(9, 64), (64, 112)])
-def test_projections_under_rope(fused, heads, size):
+def test_what_a_layer_reads_at_each_step(products, heads, size):
+    """Embeddings of the rows further on beside hidden states, in heads, under RoPE; what rows past the end read, and
+    their gradient, is left out."""
     angles = torch.rand(50, size // 2, device="cuda").repeat(1, 2) * 6
     cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
-    scales = (0.3, 1.0, None)
+    table, ids, steps, scales = random(90, 64), torch.randint(90, (50,), device="cuda"), 3, (0.3, 1.0, None)
 
-    def plain(x, *weights):
-        parts = [(x @ weight.T).unflatten(1, (-1, size)) for weight in weights]
-        return tuple(part if scale is None else ttt._rotate(part, cos[:, None], sin[:, None], scale)
-                     for part, scale in zip(parts, scales, strict=True))
+    def plain(hidden, norm, *weights):
+        normed, outs = rms(table[ids].to(hidden.dtype), norm), []
+        for step in range(steps):
+            inputs = torch.cat([normed[step:], hidden[step * 50 : (step + 1) * 50 - step]], 1)
+            parts = [(inputs @ weight.T).unflatten(1, (-1, size)) for weight in weights]
+            at = slice(0, 50 - step)
+            outs += [part if scale is None else ttt._rotate(part, cos[at, None], sin[at, None], scale)
+                     for part, scale in zip(parts, scales, strict=True)]
+        return tuple(outs)
 
-    def ours(x, *weights):
-        product = fused._Product([module(weight) for weight in weights], [50])
-        return product.heads(x, 0, (cos, sin), scales)
+    def ours(hidden, norm, *weights):
+        model = SimpleNamespace(layers=[SimpleNamespace(input_layernorm=module(norm))],
+                                embed_tokens=SimpleNamespace(weight=table))
+        modules = [module(weight) for weight in weights]
+        reader = products.Reader(modules, products.in_half(*weights), [50] * steps, model, ids)
+        outs = [part[: 50 - step] for step in range(steps)
+                for part in reader.heads(hidden[step * 50 : (step + 1) * 50], step, (cos, sin), scales)]
+        return tuple(outs)
 
-    compare(ours, plain, [random(50, 64), *(random(heads * size, 64) for _ in range(3))], limit=0.01)
+    compare(ours, plain, [random(150, 64), weights(64), *(random(heads * size, 128) for _ in range(3))], limit=0.01)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_gradient_of_a_product_is_that_of_all_its_steps(fused, dtype):
+def test_the_gradient_of_a_product_is_that_of_all_its_steps(products, dtype):
     torch.manual_seed(0)
     weights = [torch.nn.Parameter(random(size, 32).to(dtype)) for size in (48, 16)]
     inputs, gradients = [random(rows, 32) for rows in (20, 7)], [random(rows, 64) for rows in (20, 7)]
     for number in range(2):  # a second batch adds to the gradient
-        product = fused._Product([module(weight) for weight in weights], [20, 7])
+        product = products.Product([module(weight) for weight in weights], [20, 7])
         outs = [product(x.requires_grad_(), step, in_place=bool(number)) for step, x in enumerate(inputs)]
         assert all(torch.allclose(out, x @ torch.cat(weights).bfloat16().T, rtol=0.01, atol=0.01)
                    for out, x in zip(outs, inputs, strict=True))
@@ -165,16 +178,16 @@ def test_divergence(fused, vocab):
     compare(lambda logits: fused.divergence(logits, targets, places), plain, [random(40, vocab) * 4])
 
 
-def test_a_copy_in_bf16_follows_its_weights(fused):
+def test_a_copy_in_bf16_follows_its_weights(products):
     first, second = (torch.nn.Parameter(torch.randn(8, 16, device="cuda")) for _ in range(2))
-    assert torch.equal(fused.in_half(first, second), torch.cat([first, second]).bfloat16())
+    assert torch.equal(products.in_half(first, second), torch.cat([first, second]).bfloat16())
     with torch.no_grad():
         second.mul_(2)
-    assert fused.copy_of(second) is None and fused.copy_of(first) is not None
-    assert torch.equal(fused.in_half(first, second), torch.cat([first, second]).bfloat16())
+    assert products.copy_of(second) is None and products.copy_of(first) is not None
+    assert torch.equal(products.in_half(first, second), torch.cat([first, second]).bfloat16())
 
 
-def test_adamw_is_torchs_and_skips_what_is_not_finite(fused):
+def test_adamw_is_torchs_and_skips_what_is_not_finite(products):
     from eagle3.common.options import TrainSection
     from eagle3.training.optimizer import make_optimizer
 
@@ -185,7 +198,7 @@ def test_adamw_is_torchs_and_skips_what_is_not_finite(fused):
                     for model, kind in zip(models, (True, False), strict=True))
     one = torch.ones((), device="cuda")
     for number in range(5):
-        fused.in_half(models[0][0])
+        products.in_half(models[0][0])
         for weight in zip(*models, strict=True):
             gradient = torch.randn_like(weight[0])
             weight[0].grad, weight[1].grad = gradient, gradient.clone()
@@ -198,7 +211,7 @@ def test_adamw_is_torchs_and_skips_what_is_not_finite(fused):
         assert (loss, norm) == (1.0, pytest.approx(float(norms[0])))
         torch.nn.utils.clip_grad_norm_(models[1].parameters(), 1.0)
         theirs.step()
-        assert torch.equal(fused.copy_of(models[0][0]), models[0][0].bfloat16())
+        assert torch.equal(products.copy_of(models[0][0]), models[0][0].bfloat16())
     for left, right in zip(*models, strict=True):
         assert torch.allclose(left, right, rtol=1e-5, atol=1e-6)
 
@@ -235,6 +248,38 @@ def test_a_step_has_the_loss_and_gradients_of_the_plain_forms(fused, prepared, t
     assert torch.allclose(exact, other, rtol=0.01)
     for name, gradient in gradients.items():
         assert (gradient - theirs[name]).norm() / gradient.norm() < 0.05, name
+
+
+def test_a_group_of_processes_takes_the_same_steps(fused, prepared, tiny_model):
+    """FSDP's weights, gathered in bf16, and its parts of them in the optimizer: in a group of one."""
+    from test_fsdp import trainer_of
+
+    from eagle3.common.options import TrainSection
+    from eagle3.training import optimizer, sharding
+    from eagle3.training import trainer as training
+
+    def train(divided):
+        options = TrainSection(batch_tokens=100, lr=1e-3, dtype="bfloat16", accumulation=2)
+        processes = training.Processes(0, 1, torch.device("cuda", 0))
+        trainer, steps, _ = trainer_of(prepared, tiny_model, processes, options=options)
+        trainer.model.cuda()
+        if divided:
+            sharding.shard(trainer._objective, torch.bfloat16)
+        trainer.optimizer = optimizer.make_optimizer(trainer.model, options, fused=True)
+        figures = []
+        for members in (*steps, *steps):
+            loaded = [trainer.load_batch(batch) for batch in members]
+            figures.append(trainer.step(loaded, sum(batch.supervised for batch in loaded), 1e-3)["loss"])
+        return figures, trainer.validate(steps[0][0])["loss"]
+
+    expected, validation = train(divided=False)
+    torch.distributed.init_process_group("nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        found, theirs = train(divided=True)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert found == pytest.approx(expected, rel=2e-3) and expected[-1] < 0.99 * expected[0]
+    assert theirs == pytest.approx(validation, rel=2e-3)
 
 
 def test_equal_steps_give_equal_bits(fused, prepared, tiny_model):
