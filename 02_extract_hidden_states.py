@@ -7,7 +7,7 @@ Writes  02_states: an Arrow dataset (input_ids, loss_mask, seq_len, id), hidden_
 Needs   the engine (GPUs for a large verifier); about 4 x H x 2 bytes of disk per token, with --states-dtype fp8 half.
 
 Prefill only, inside vLLM, at any tensor-parallel size; --backend hf is the transformers reference.
-Every sample proves itself: the stored teacher state must give the engine's own next token.
+Every sample proves itself: the stored teacher state must give the engine's own next token, with its log-probability.
 
   python 02_extract_hidden_states.py --config configs/kimi-k2.5.yaml --run-dir runs/kimi
   python 02_extract_hidden_states.py --config configs/smollm2-135m.yaml --run-dir runs/x --backend hf --out runs/x/02_hf
@@ -71,7 +71,7 @@ def run(options: ExtractOptions, stage: Stage) -> None:
     if changes := numbered.changes():
         stage.begin()
         store.append(changes.values())
-    failed, agreement = capture(options, stage, facts, layers, store, samples, done) if todo else ([], None)
+    failed, agreement = capture(options, stage, facts, layers, store, samples, done) if todo else ([], {})
     outputs = store.finish(samples)
     stage.complete(
         counts={
@@ -86,7 +86,7 @@ def run(options: ExtractOptions, stage: Stage) -> None:
         layers=layers,
         hidden_size=facts.hidden_size,
         states_dtype=stored_as(extract, extract.dtype),
-        agreement=agreement,
+        **agreement,
         content=content,
         traces_identity=upstream.get("identity"),
     )
@@ -120,18 +120,19 @@ def look_ahead(options: ExtractOptions, stage: Stage) -> dict[str, Any]:
 def capture(
     options: ExtractOptions, stage: Stage, facts: verifier.Verifier, layers: list[int], store: "StateStore",
     samples: "list[Sample]", done: set[int],
-) -> tuple[list[dict[str, Any]], float]:
-    """Run every batch that has a missing sample; return (failed entries, agreement)."""
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Run every batch that has a missing sample; return (failed entries, figures of the agreement)."""
     from eagle3.states.extraction import AgreementCheck, Capture, batches, settings_for
+    from eagle3.states.sizes import stored_as
 
     extract = options.extract
     store.sweep()
     by_number = {sample.i: sample for sample in samples}
-    failed: list[dict[str, Any]] = []
+    failed, proved = list[dict[str, Any]](), False
     total = sum(len(sample.input_ids) for sample in samples)
     already = sum(len(by_number[i].input_ids) for i in done if i in by_number)
     progress = stage.progress("states", total, "tokens", already)
-    check = AgreementCheck(facts, store, extract.min_agreement)
+    check = AgreementCheck(facts, store, extract.min_agreement, extract.dtype, stored_as(extract, extract.dtype))
     settings = settings_for(facts, layers, options.model, options.engine, store, backend=extract.backend,
                             dtype=extract.dtype, max_length=extract.max_length, batch_tokens=extract.batch_tokens,
                             states_dtype=extract.states_dtype)
@@ -144,6 +145,9 @@ def capture(
             entries = child.run(batch, missing)
             good = [entry for entry in entries if "error" not in entry]
             check.add(good)
+            if good and not proved:
+                check.add_prompts(child.prove([by_number[entry["i"]] for entry in good]))
+                proved = True
             stage.begin()
             store.append(entry | by_number[entry["i"]].identity() for entry in entries)
             failed += [entry for entry in entries if "error" in entry]
@@ -152,8 +156,9 @@ def capture(
     for entry in failed:
         logger.error("sample %d (%s): %s", entry["i"], by_number[entry["i"]].id, entry["error"])
     check.judge()
-    logger.info("teacher states give the engine's next token on %d of %d samples", check.agreed, check.checked)
-    return failed, check.ratio
+    logger.info("teacher states give the engine's next token on %d of %d samples; log-probabilities differ by %.4f",
+                check.agreed, check.checked, check.difference)
+    return failed, check.figures()
 
 
 if __name__ == "__main__":

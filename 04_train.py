@@ -153,7 +153,7 @@ def train_here(options: TrainOptions, stage: Stage, facts: verifier.Verifier, st
     processes = Processes.start()
     if not processes.from_first(opened):
         return processes.stop()
-    store = StateStore(states)
+    store = StateStore(states, len(layers))
     samples = batches.read_samples(store, load_dataset(states), stage.common.limit)
     training, held_out = batches.split(samples, train.validation_fraction, train.seed)
     schedule = Schedule(training, train, train.accumulation * processes.world)

@@ -8,7 +8,8 @@ Needs   no GPU; as much free disk as the drafter's weights. --smoke needs the en
 
 Renaming rewrites the header and copies the data as it is. The configuration is written anew for the engine: the
 auxiliary layer ids where this version reads them for this verifier, norm flags, RoPE in both spellings, positions
-that cover --serving-length. What would silently cost acceptance is a named check, and its failure an error.
+that cover --serving-length. What would silently cost acceptance is a named check, and its failure an error;
+what was written is read again, by safetensors and by the engine's configuration class, and checked as it lies there.
 
   python 05_fix_weight_keys.py --config configs/kimi-k2.5.yaml --run-dir runs/kimi --to sglang --engine-version 0.5.12
   python 05_fix_weight_keys.py --model models/x --checkpoint some/drafter --to vllm --out exported --check
@@ -23,8 +24,8 @@ from eagle3.common.log import logger
 from eagle3.common.options import ExportOptions
 from eagle3.common.script import main
 from eagle3.common.stage import Stage
-from eagle3.drafter import verifier
-from eagle3.drafter.checkpoint import Export
+from eagle3.drafter import config_keys, verifier
+from eagle3.drafter.checkpoint import CHECKSUMS, Export, prove
 
 CONFIG = "config.json"
 PROMPTS = Path(__file__).parent / "prompts" / "benchmark.jsonl"
@@ -47,6 +48,7 @@ def run(options: ExportOptions, stage: Stage) -> None:
         describe(stage, export, target)
         look_ahead(options, stage)
         return None
+    from eagle3.checks.written import require_written
     from eagle3.drafter.export_files import files_to_write, write
     from eagle3.drafter.soundness import require_sound
 
@@ -65,6 +67,7 @@ def run(options: ExportOptions, stage: Stage) -> None:
 
     results = require_sound(stage, export)
     written = write(export, target, changes, in_place)
+    results += require_written(export, target, options.engine.python)
     measured = smoke(options, stage, export, target) if options.export.smoke else None
     table = export.table
     stage.complete(
@@ -88,19 +91,20 @@ def read_export(options: ExportOptions, stage: Stage) -> Export:
     """Return the checkpoint with all that is known about it; PreconditionError when there is none."""
     section = options.export
     facts = verifier.read(Path(config.require(options.model.path, "--model", "the verifier")))
-    folder = stage.path_of(section.checkpoint, "04_train/checkpoints/best")
+    folder = files.followed(stage.path_of(section.checkpoint, "04_train/checkpoints/best"))
     fix = "run 04_train.py first, or name a checkpoint with --checkpoint"
     if not folder.is_dir():
         raise PreconditionError("there is no checkpoint", where=folder, fix=fix)
-    if section.in_place and (folder / "checksums.json").exists():
+    if section.in_place and (folder / CHECKSUMS).exists():
         raise PreconditionError("training resumes from this folder, only with the files that it has", where=folder,
                                 fix="leave --in-place out")
     from eagle3.checks.drafter_checks import training_of
 
+    prove(folder, stage.proof_cache)
     training = training_of(folder)
     return Export(
         folder=folder,
-        raw=files.read_json(folder / CONFIG, fix=fix),
+        raw=config_keys.read(folder, fix),
         tensors=tensor_files.read(folder),
         verifier=facts,
         engine=section.to,

@@ -20,7 +20,8 @@ from eagle3.common.stage import Stage
 if TYPE_CHECKING:
     import torch
 
-    from eagle3.drafter.verifier import TeacherHead, Verifier
+    from eagle3.drafter.teacher import TeacherHead
+    from eagle3.drafter.verifier import Verifier
     from eagle3.states.store import Sample, StateStore
     from eagle3.training.acceptance import Acceptance
 
@@ -65,7 +66,7 @@ def predict_measurements(
     """
     import numpy as np
 
-    from eagle3.drafter import network, verifier
+    from eagle3.drafter import network, teacher, verifier
     from eagle3.states.store import Sample, StateStore
     from eagle3.training import acceptance
     from eagle3.training.batches import TrainingSample
@@ -79,7 +80,7 @@ def predict_measurements(
     shutil.rmtree(store.directory, ignore_errors=True)
     checksums = capture_replies(stage, facts, model, engine, store, samples)
 
-    drafting, head = network.load(drafter, facts), verifier.TeacherHead(facts)
+    drafting, head = network.load(drafter, facts), teacher.TeacherHead(facts)
     results = {}
     for name, group in measured.items():
         total, margins = acceptance.Acceptance(0, [0] * group.draft_tokens), {}

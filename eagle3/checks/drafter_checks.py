@@ -1,15 +1,17 @@
 """Checks of an exported drafter as an installed engine will load it, before it is loaded."""
 
 import os
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from eagle3.checks.subject import Subject
-from eagle3.common import config, files, tensor_files, versions
+from eagle3.common import config, files, proofs, tensor_files, versions
+from eagle3.common import manifest as manifests
 from eagle3.common.findings import FAIL, OK, WARN, Finding, said
-from eagle3.drafter import verifier
-from eagle3.drafter.checkpoint import Export, training_record
+from eagle3.drafter import config_keys, verifier
+from eagle3.drafter.checkpoint import Export, prove, training_record
 from eagle3.drafter.flat_config import captured_ids
 from eagle3.engines import installed
 
@@ -23,6 +25,7 @@ def check_drafter(subject: Subject) -> Iterator[Finding]:
     """The drafter belongs to this verifier, and this engine loads all of it and feeds it the trained layers."""
     if subject.drafter is None:
         return
+    yield from _as_written(subject, subject.drafter)
     export = read(subject, subject.drafter)
     if export.trained_ids is None:
         yield said(WARN, "drafter provenance", f"layers {export.ids or 'not named'}: unknown provenance, no record of "
@@ -55,7 +58,7 @@ def _as_in_training(subject: Subject) -> Iterator[Finding]:
 def read(subject: Subject, folder: Path) -> Export:
     """Return the drafter as the installed engine is to serve it, with what the manifests say of its training."""
     facts = verifier.read(Path(config.require(subject.model.path, "--model", "the verifier")))
-    raw = files.read_json(folder / "config.json", fix="name an exported drafter with --drafter")
+    raw = config_keys.read(folder, "name an exported drafter with --drafter")
     length = subject.argument("--max-model-len", "--context-length") or ""
     return Export(
         folder=folder,
@@ -71,14 +74,35 @@ def read(subject: Subject, folder: Path) -> Export:
 
 def training_of(folder: Path) -> dict[str, Any]:
     """Return what stage 05's manifest says of an export, or a checkpoint says of itself: trained ids and the like."""
-    path = folder.resolve().parent / "manifest.json"
-    manifest = files.read_json(path) if path.is_file() else {}
-    if manifest.get("stage") == "05_export" and "trained" in manifest:
+    manifest = _export_manifest(folder)
+    if "trained" in manifest:
         keeps = bool(((manifest.get("options") or {}).get("export") or {}).get("trained_embedding"))
         trained = manifest["trained"]
         return {"trained_ids": trained["ids"], "trained_here": trained["here"], "keeps_embedding": keeps}
     ids, here = training_record(folder)
     return {"trained_ids": ids, "trained_here": here, "keeps_embedding": False}
+
+
+def _export_manifest(folder: Path) -> dict[str, Any]:
+    """Return the manifest of the stage 05 that wrote a drafter's folder; {} when there is none."""
+    above = folder.resolve().parent
+    manifest = manifests.read(above) if (above / "manifest.json").is_file() else {}
+    return manifest if manifest.get("stage") == "05_export" else {}
+
+
+def _as_written(subject: Subject, folder: Path) -> Iterator[Finding]:
+    """Say whether the drafter's files are what stage 05, or 04, wrote, by their checksums."""
+    cache = subject.run_dir / proofs.CACHE
+    cache_there = cache if cache.is_file() else None
+    manifest, folder = _export_manifest(folder), folder.resolve()
+    recorded = {path: entry for path, entry in manifests.outputs_of(manifest, folder.parent).items()
+                if path.parent == folder}
+    again = shlex.join(["python", *manifest["argv"]]) if manifest.get("argv") else "05_fix_weight_keys.py"
+    for path, (expected, found) in proofs.look(recorded, cache=cache_there).items():
+        yield said(FAIL, "drafter files", f"{path}: {found} instead of {expected}",
+                   f"restore it from a copy, or export it again: {again}")
+    if not recorded:
+        prove(folder, cache_there)
 
 
 def findings(export: Export) -> list[Finding]:
@@ -95,8 +119,15 @@ def findings(export: Export) -> list[Finding]:
         found += [export_checks.finding_of(check, export)
                   for check in (weight_checks.mapping_consistent, weight_checks.embedding_is_the_verifiers)]
     found = [each for each in found if each.name != "engine-serves-the-verifier"]
-    return [*found, export_checks.finding_of(keys_as_the_engine_loads_them, export),
-            export_checks.finding_of(ids_as_served, export), export_checks.finding_of(positions_as_served, export)]
+    return found + as_served(export)
+
+
+def as_served(export: Export) -> list[Finding]:
+    """Return whether this engine loads the folder as it is, without conversion."""
+    from eagle3.drafter import export_checks
+
+    checks = (keys_as_the_engine_loads_them, ids_as_served, positions_as_served)
+    return [export_checks.finding_of(check, export) for check in checks]
 
 
 def keys_as_the_engine_loads_them(export: Export) -> Finding:

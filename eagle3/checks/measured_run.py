@@ -14,7 +14,7 @@ from eagle3.checks.similarity import Pair, sampled
 from eagle3.common import files, tensor_files
 from eagle3.common.errors import PreconditionError
 from eagle3.common.findings import Finding
-from eagle3.drafter import verifier
+from eagle3.drafter import config_keys, verifier
 from eagle3.drafter.checkpoint import Export, canonical_key, training_record
 from eagle3.drafter.flat_config import flat_config
 from eagle3.engines.startup_log import EngineLog
@@ -204,7 +204,7 @@ def _place(recorded: str | None, default: Path) -> Path:
 
 
 def _export(folder: Path, known: dict[str, Any]) -> Export:
-    raw = files.read_json(folder / "config.json", fix="name the served drafter with --drafter")
+    raw = config_keys.read(folder, "name the served drafter with --drafter")
     return Export(folder=folder, raw=raw, tensors=tensor_files.read(folder), **known)
 
 
@@ -213,6 +213,8 @@ def _checkpoint(exported: Manifest, run_dir: Path) -> Path | None:
     recorded = ((exported.get("options") or {}).get("export") or {}).get("checkpoint")
     best = _place(recorded, run_dir / "04_train" / "checkpoints" / "best")
     digests = {name: value for name, value in (exported.get("inputs") or {}).items() if name.endswith(".safetensors")}
+    best = files.followed(best)
+    # Every folder beside it: a copy made by hand is as good, its weights are compared.
     candidates = [best, *sorted(best.parent.glob("step_*"))] if best.parent.is_dir() else []
     return next((folder for folder in candidates if digests and (folder / "config.json").is_file() and all(
         (folder / name).is_file() and files.sampled_digest(folder / name) == value

@@ -80,7 +80,21 @@ def check_model(subject: Subject) -> Iterator[Finding]:
     yield said(FAIL if problems else OK, "weights", "; ".join(problems[:4]) if problems else
                f"{count} files, {size(total)}, each as long as its header says",
                "download these files again" if problems else "")
+    if not problems:
+        yield from check_teacher(subject)
     yield from _room_for(total, subject)
+
+
+def check_teacher(subject: Subject) -> Iterator[Finding]:
+    """Embedding, final norm and head of the verifier are there as plain numbers of the right shapes, in one decoder."""
+    if subject.folder is None or not subject.folder.is_dir():
+        return
+    facts = verifier.read(subject.folder)
+    entries = verifier.shared_entries(facts)
+    names = verifier.shared_names(verifier.weight_map(subject.folder), facts)
+    tied = ", which is the embedding" * (names["lm_head"] == names["embed_tokens"])
+    how = f"; {facts.output}" * bool(str(facts.output))
+    yield said(OK, "teacher", f"{names['norm']}; {names['lm_head']} {list(entries['lm_head'].shape)}{tied}{how}")
 
 
 def _weights(folder: Path) -> tuple[list[str], int, int]:

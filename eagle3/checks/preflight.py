@@ -11,7 +11,7 @@ from typing import Any
 
 from eagle3.checks.drafter_checks import check_drafter
 from eagle3.checks.machine_checks import check_architecture, check_gpus, check_ports, check_shared_memory
-from eagle3.checks.model_checks import check_engine, check_model
+from eagle3.checks.model_checks import check_engine, check_model, check_teacher
 from eagle3.checks.subject import Check, Subject, look
 from eagle3.common.errors import PreconditionError
 from eagle3.common.findings import FAIL, WARN, Finding
@@ -24,7 +24,7 @@ from eagle3.engines import installed
 
 ENGINE: tuple[Check, ...] = (check_engine, check_model, check_gpus, check_architecture, check_shared_memory,
                              check_ports, check_drafter)
-TRAINING: tuple[Check, ...] = (check_gpus, check_shared_memory)
+TRAINING: tuple[Check, ...] = (check_teacher, check_gpus, check_shared_memory)
 
 
 def before_engine(

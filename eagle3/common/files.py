@@ -19,16 +19,36 @@ from eagle3.common.errors import PreconditionError
 
 TEMPORARY_PREFIX = ".tmp-"
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+# What file systems say that do not know a call at all (Lustre without flock, FUSE, mounts of object stores, FAT).
+UNKNOWN_CALL = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.EPERM)
+NO_DIRECTORY_SYNC = (errno.EACCES, errno.EBADF, errno.EISDIR)
 _SAMPLE_BYTES = 1 << 16
+_POINTER_BYTES = 256
+
+
+def fsync(fd: int) -> None:
+    """Make a file durable, as far as its file system can: `eagle3.common.probe` says where it cannot."""
+    with _tolerating(*UNKNOWN_CALL):
+        os.fsync(fd)
 
 
 def fsync_directory(directory: Path) -> None:
-    """Make the names in `directory` durable."""
-    fd = os.open(directory, os.O_RDONLY)
+    """Make the names in `directory` durable, as far as its file system can."""
+    with _tolerating(*UNKNOWN_CALL, *NO_DIRECTORY_SYNC):
+        fd = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+@contextlib.contextmanager
+def _tolerating(*numbers: int) -> Iterator[None]:
     try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        yield
+    except OSError as error:
+        if error.errno not in numbers:
+            raise
 
 
 @contextlib.contextmanager
@@ -43,7 +63,7 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
+            fsync(file.fileno())
         os.replace(temporary, path)
         fsync_directory(path.parent)
     except OSError as error:
@@ -77,23 +97,48 @@ def write_json(path: Path, value: Any) -> None:
     write_bytes(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode(errors="backslashreplace"))
 
 
-def replace_symlink(link: Path, target: str) -> None:
-    """Point `link` at `target` (a name relative to the link's directory) in one step."""
-    temporary = link.parent / f"{TEMPORARY_PREFIX}{link.name}"
+def point(pointer: Path, target: str) -> None:
+    """Let `pointer` lead to the folder `target` beside it in one step.
+
+    It becomes a symbolic link, or, where the file system has none, a text file of that name: `followed` reads both.
+    """
+    temporary = pointer.parent / f"{TEMPORARY_PREFIX}{pointer.name}"
     temporary.unlink(missing_ok=True)
-    os.symlink(target, temporary)
-    os.replace(temporary, link)
-    fsync_directory(link.parent)
+    try:
+        os.symlink(target, temporary)
+    except OSError as error:
+        if error.errno not in UNKNOWN_CALL:
+            raise
+        write_bytes(pointer, target.encode() + b"\n")
+        return
+    os.replace(temporary, pointer)
+    fsync_directory(pointer.parent)
+
+
+def followed(path: Path) -> Path:
+    """Return where a pointer leads: the path itself, unless it is a text file that names a folder beside it."""
+    if not path.is_file() or path.stat().st_size > _POINTER_BYTES:
+        return path
+    name = path.read_bytes().decode(errors="replace").strip()
+    return path.parent / name if name and Path(name).name == name != ".." and (path.parent / name).is_dir() else path
 
 
 def read_json(path: Path, *, fix: str = "") -> Any:
     """Return the JSON value in `path`; PreconditionError when it is missing or not JSON."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse_json(path.read_bytes())
     except FileNotFoundError:
         raise PreconditionError("a file is missing", where=path, fix=fix) from None
     except (ValueError, IsADirectoryError) as error:
         raise PreconditionError("not a JSON file", where=path, found=error, fix=fix) from None
+
+
+def parse_json(data: bytes) -> Any:
+    """Return the JSON value in UTF-8 bytes; ValueError when there is none, also for one nested beyond reason."""
+    try:
+        return json.loads(data.decode())
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def sha256_file(path: Path) -> str:
@@ -119,7 +164,7 @@ def repair_tail(path: Path) -> int:
         keep = _end_of_last_line(file, size)
         if keep < size:
             file.truncate(keep)
-            os.fsync(file.fileno())
+            fsync(file.fileno())
         return size - keep
 
 
@@ -149,7 +194,7 @@ def read_jsonl(path: Path, start: int = 0) -> Iterator[tuple[int, dict[str, Any]
             if not line.endswith(b"\n"):
                 return
             try:
-                value = json.loads(line)
+                value = parse_json(line)
                 if not isinstance(value, dict):
                     raise ValueError(f"a JSON {type(value).__name__}, not an object")
             except ValueError as error:
@@ -188,7 +233,7 @@ class Appender:
             written = 0
             while written < len(data):
                 written += self._file.write(data[written:])
-            os.fsync(self._file.fileno())
+            fsync(self._file.fileno())
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file.fileno(), start)

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from eagle3.common import config, files, log, proofs, provenance, workers
+from eagle3.common import config, files, log, probe, proofs, provenance, workers
 from eagle3.common import manifest as manifests
 from eagle3.common.errors import Interrupted, PreconditionError, StageError, StaleError
 from eagle3.common.interrupt import Interrupt
@@ -79,7 +79,8 @@ class Stage:
         producer = next((f"{s}.py" for s, (name, _) in STAGES.items() if directory.name.startswith(name)), "")
         fix = f"run {producer or 'the stage that makes it'} first, or name another with {option}"
         if not (directory / "manifest.json").is_file():
-            raise PreconditionError("an input is missing", where=directory, expected="a finished stage", fix=fix)
+            raise PreconditionError("an input is missing", where=directory / "manifest.json",
+                                    expected="a finished stage", fix=fix)
         manifest = manifests.read(directory, fix)
         if manifest.get("status") != "complete":
             raise PreconditionError(
@@ -259,6 +260,7 @@ class Stage:
     def _acquire(self) -> None:
         """Lock the directory; with --restart move what lies there aside first."""
         self._lock = DirectoryLock(self.directory)
+        probe.say(self.directory)
         if not self.common.restart or not (self.directory / "manifest.json").exists():
             return
         number = 1
@@ -266,7 +268,7 @@ class Stage:
             number += 1
         os.rename(self.directory, aside)
         logger.info("moved the old result to %s", aside)
-        self._lock.release()
+        self._lock.release(moved=aside)
         self._lock = DirectoryLock(self.directory)
 
     def release(self) -> None:

@@ -4,16 +4,17 @@ Engines differ in the layer's prefix (`midlayer.` or `layers.0.`) and in what th
 SGLang up to 0.5.11 skips them silently. What can go wrong is checked in `eagle3.drafter.export_checks`.
 """
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eagle3.common import files, tensor_files
+from eagle3.common import files, proofs, tensor_files
 from eagle3.common.errors import PreconditionError
 from eagle3.common.tensor_files import Entry
 from eagle3.drafter.flat_config import IDS, engine_config, flat_config, ids_of
-from eagle3.drafter.verifier import Verifier, weight_map
+from eagle3.drafter.verifier import Verifier, read, shared_entries
 
 # Parameters of Eagle3DraftModel that are the verifier's and never trained or shipped.
 FROZEN = ("embed_tokens.", "verifier_norm.", "verifier_lm_head.")
@@ -45,7 +46,10 @@ _LAYER_KEYS = (
 )
 MAPPING = ("d2t", "t2d")
 EMBEDDING = "embed_tokens.weight"
+CHECKSUMS = "checksums.json"  # of a checkpoint's files, which stage 04 writes last
 TRAINING = "trainer.json"  # what stage 04 writes beside the weights: counters, figures, the layers of the states
+_ANOTHER = ("take another checkpoint of that training with --checkpoint, or restore this one from a copy; 04_train.py "
+            "with the same options in another --out makes it anew")
 REQUIRED = ("fc.weight", "norm.weight", "lm_head.weight", *(f"layers.0.{key}" for key in _LAYER_KEYS))
 
 
@@ -75,12 +79,12 @@ class Export:
     trained_here: bool = False
     keeps_embedding: bool = False
 
-    @property
+    @functools.cached_property
     def flat(self) -> dict[str, Any]:
         """The checkpoint's own configuration with every value spelled out."""
         return flat_config(self.raw, self.canonical)
 
-    @property
+    @functools.cached_property
     def canonical(self) -> dict[str, Entry]:
         """The tensors by canonical name."""
         return {canonical_key(name): entry for name, entry in self.tensors.items()}
@@ -98,7 +102,7 @@ class Export:
     @property
     def as_written(self) -> bool:
         """Whether config.json is what stage 04 or 05 wrote there, by the checksum that it left."""
-        beside, above = self.folder / "checksums.json", self.folder.resolve().parent / "manifest.json"
+        beside, above = self.folder / CHECKSUMS, self.folder.resolve().parent / "manifest.json"
         known = files.read_json(beside).get("config.json") if beside.is_file() else None
         if known is None and above.is_file():
             known = ((files.read_json(above).get("outputs") or {}).get("config.json") or {}).get("sha256")
@@ -189,13 +193,8 @@ def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def embedding_of(folder: Path) -> Entry:
-    """Return where a verifier's embedding lies, from one shard's header; PreconditionError when it is not there."""
-    names = weight_map(folder)
-    found = [name for name in names if f".{name}".endswith(f".model.{EMBEDDING}")]
-    if not found:
-        raise PreconditionError("the verifier has no embedding", where=folder, expected=f"model.{EMBEDDING}")
-    name = min(found, key=len)
-    return tensor_files.read_header(folder / names[name])[name]
+    """Return where a verifier's embedding lies, from index and headers; PreconditionError when it is not there."""
+    return shared_entries(read(folder))["embed_tokens"]
 
 
 def training_record(checkpoint: Path) -> tuple[list[int] | None, bool]:
@@ -203,8 +202,35 @@ def training_record(checkpoint: Path) -> tuple[list[int] | None, bool]:
 
     Stage 04 writes both into the checkpoint itself, since config.json is what may have been changed.
     """
-    counters = checkpoint / TRAINING
-    if not counters.is_file():
+    path = checkpoint / TRAINING
+    if not path.is_file():
         return None, False
-    layers = files.read_json(counters).get("layers")
-    return (list(layers)[:-1] if layers else None), True
+    counters = files.read_json(path, fix=_ANOTHER)
+    layers = counters.get("layers") if isinstance(counters, dict) else counters
+    if not isinstance(counters, dict) or not (layers is None or isinstance(layers, list)) or not all(
+            isinstance(layer, int) and not isinstance(layer, bool) and layer >= 0 for layer in layers or ()):
+        raise PreconditionError("not what stage 04 writes", where=path, expected="layers: a list of layer numbers",
+                                found=f"{layers!r:.80}", fix=_ANOTHER)
+    return (layers[:-1] if layers else None), True
+
+
+def prove(checkpoint: Path, cache: Path | None = None) -> None:
+    """Compare what is exported of a checkpoint with the checksums that stage 04 wrote beside it, if it did.
+
+    A gigabyte takes about a second, once: `cache` remembers it (see `proofs`). PreconditionError names the file.
+    """
+    path = checkpoint / CHECKSUMS
+    made_here = (checkpoint / TRAINING).is_file()
+    if not path.is_file():
+        if made_here:
+            raise PreconditionError("a checkpoint has no checksums", where=path, expected="a file", found="none",
+                                    fix=_ANOTHER)
+        return
+    recorded = files.read_json(path, fix=_ANOTHER)
+    digests = recorded if isinstance(recorded, dict) else {}
+    names = ("config.json", tensor_files.SINGLE, *((TRAINING,) if made_here else ()))
+    if made_here and not all(isinstance(digests.get(name), str) for name in names):
+        raise PreconditionError("the checksums of a checkpoint are not whole", where=path, expected=", ".join(names),
+                                found=f"{recorded!r:.80}", fix=_ANOTHER)
+    told = {name: digests[name] for name in names if isinstance(digests.get(name), str)}
+    proofs.require({checkpoint / name: {"sha256": digest} for name, digest in told.items()}, cache=cache, fix=_ANOTHER)

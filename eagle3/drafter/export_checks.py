@@ -8,9 +8,17 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 from eagle3.common import versions
+from eagle3.common.errors import PreconditionError
 from eagle3.common.findings import FAIL, OK, WARN, Finding
+from eagle3.drafter import config_keys
 from eagle3.drafter.checkpoint import EMBEDDING, FROZEN, MAPPING, REQUIRED, Export, canonical_key, expected_shapes
-from eagle3.drafter.flat_config import IDS, LLAMA_DEFAULTS, NO_OFFSET, NORM_FLAGS, captured_ids, rope_of
+from eagle3.drafter.flat_config import IDS, NO_OFFSET, NORM_FLAGS, captured_ids
+from eagle3.drafter.rope_checks import (
+    positions_cover_serving,
+    rope_as_the_engine_reads_it,
+    rope_as_trained,
+    rope_spellings_agree,
+)
 from eagle3.drafter.weight_checks import VALUES
 
 # The oldest version in whose source each norm flag was found; older ones ignore it.
@@ -20,21 +28,10 @@ _FLAG_SINCE: dict[str, dict[str, tuple[int, ...]]] = {
     "fc_norm": {"vllm": (0, 32, 0), "sglang": (0, 5, 12), "speculators": ()},
     "norm_output": {"vllm": (0, 32, 0), "sglang": (0, 5, 12), "speculators": ()},
 }
+PLAIN = ("BF16", "F16", "F32", "F64")  # types of weights that mean their own value
 _OTHER_COUNTS_SINCE = {"vllm": (0, 18, 0), "sglang": (0, 5, 12)}  # another number of captured layers than three
 _ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3DraftModel", "Eagle3Speculator",
                   "LlamaForCausalLM")  # fmt: skip
-# Keys of published configs that change nothing once everything above is written out.
-_HARMLESS = {
-    *LLAMA_DEFAULTS, *NORM_FLAGS, IDS, "num_key_value_heads", "head_dim", "rope_parameters", "rope_theta",
-    "rope_scaling", "architectures", "model_type", "draft_vocab_size", "eagle_config", "num_aux_hidden_states",
-    "target_hidden_size", "dtype", "torch_dtype", "transformers_version", "use_cache", "bos_token_id", "eos_token_id",
-    "pad_token_id", "initializer_range", "pretraining_tp", "attention_dropout", "_name_or_path", "auto_map",
-    "speculators_model_type", "speculators_version", "speculators_config", "transformer_layer_config",
-    "embed_requires_grad", "return_dict", "output_hidden_states", "output_attentions", "is_encoder_decoder",
-    "id2label", "label2id", "problem_type", "chunk_size_feed_forward", "has_no_defaults_at_init",
-    "tie_encoder_decoder", "target_model_type", "modal_type", "target_vocab_size",
-}  # fmt: skip
-
 
 def run(export: Export, *, values: bool = True) -> list[Finding]:
     """Return the findings of every check; without `values` those that need no weights read."""
@@ -42,9 +39,20 @@ def run(export: Export, *, values: bool = True) -> list[Finding]:
 
 
 def finding_of(check: Callable[[Export], Finding], export: Export) -> Finding:
-    """Return what one check finds, under its name and with its reason."""
+    """Return what one check finds, under its name and with its reason; what it cannot read is a failure."""
     reason = " ".join((check.__doc__ or "").split())
-    return Finding(**asdict(check(export)) | {"name": check.__name__.replace("_", "-"), "reason": reason})
+    found, name = attempted(lambda: check(export)), check.__name__.replace("_", "-")
+    return Finding(**asdict(found) | {"name": name, "reason": reason})
+
+
+def attempted(check: Callable[[], Finding]) -> Finding:
+    """Return what a check finds; a refusal to compute with a value is a failure that says the same."""
+    try:
+        return check()
+    except PreconditionError as error:
+        told = [error.what, *(str(error.parts[part]) for part in ("where", "found") if error.parts[part])]
+        return Finding(FAIL, ": ".join(told), str(error.parts["expected"]) or "values that it can be computed from",
+                       str(error.parts["fix"]) or "put the trained values into config.json")
 
 
 # --- names, shapes ----------------------------------------------------------------------------------------
@@ -98,6 +106,16 @@ def mapping_types(export: Export) -> Finding:
                    "build the mapping again" * bool(wrong))
 
 
+def weights_are_plain_numbers(export: Export) -> Finding:
+    """8-bit and packed weights mean something only with their scales, which no engine takes from a drafter."""
+    found = {name: entry.dtype for name, entry in export.canonical.items()
+             if name not in MAPPING and entry.dtype not in PLAIN}
+    if found:
+        return Finding(FAIL, ", ".join(f"{name} {dtype}" for name, dtype in found.items()), " or ".join(PLAIN),
+                       "export the weights before they were quantized")
+    return Finding(OK, ", ".join(sorted({entry.dtype for entry in export.tensors.values()})))
+
+
 # --- the verifier and what it shares ----------------------------------------------------------------------
 
 
@@ -137,14 +155,32 @@ def embeddings_untied(export: Export) -> Finding:
 
 
 def config_understood(export: Export) -> Finding:
-    """What a config says beyond the known keys is not carried over, and might have mattered."""
-    config = {**export.raw, **(export.raw.get("transformer_layer_config") or {})}
-    unknown = sorted(name for name, value in config.items() if name not in _HARMLESS and value not in (None, False))
-    changing = [name for name in unknown if name in ("quantization_config", "logit_scale", "sliding_window")]
+    """What a config says beyond what is carried over is lost: judged by effect, so a switched-off window is none."""
+    effects, unknown = config_keys.lost(export.raw, export.serving_length)
+    if effects:
+        return Finding(FAIL, "; ".join(f"{name}: {what}" for name, what in effects.items()),
+                       "nothing that would be lost", "serve it as it was published, or correct config.json")
     if unknown:
-        return Finding(FAIL if changing else WARN, ", ".join(unknown), "only known keys",
-                       "remove what has no effect; quantized or windowed drafters are not exported")
-    return Finding(OK, f"{len(config)} keys")
+        return Finding(WARN, ", ".join(unknown), "only known keys", "see that they do nothing; they are not written")
+    return Finding(OK, f"{len(export.raw)} keys")
+
+
+def auxiliary_states_counted(export: Export) -> Finding:
+    """fc reads as many auxiliary states as there are ids; of EAGLE-1's kind it reads one, which engines do not say."""
+    nested, fc = export.raw.get("eagle_config") or {}, export.canonical.get("fc.weight")
+    states = export.flat["target_hidden_size"] or export.flat["hidden_size"]
+    if nested.get("use_aux_hidden_state") is False:
+        return Finding(FAIL, "eagle_config.use_aux_hidden_state false: it reads no auxiliary states", "true",
+                       "only drafters with auxiliary states are exported; serve it as it was published")
+    width = fc.shape[1] if fc and len(fc.shape) == 2 else 0
+    counts = {"ids": len(export.ids), f"width of fc ({width} of {states})": width / states if width else None,
+              "num_aux_hidden_states": export.raw.get("num_aux_hidden_states"), IDS: len(export.raw.get(IDS) or ()),
+              f"eagle_config.{IDS}": len(nested.get(IDS) or ())}
+    told = {name: count for name, count in counts.items() if count}
+    if len(set(told.values())) > 1 or not width or width % states:
+        return Finding(FAIL, ", ".join(f"{name} {count:g}" for name, count in told.items()) + " auxiliary states",
+                       "the same number everywhere", "give config.json and weights of one training")
+    return Finding(OK, f"{width // states} ids, fc of {width} columns")
 
 
 # --- layer ids --------------------------------------------------------------------------------------------
@@ -210,7 +246,7 @@ def ids_as_the_engine_reads_them(export: Export) -> Finding:
     return Finding(OK, f"{captured} from {(export.config().get('eagle_config') or {}).get(IDS, 'the default')}")
 
 
-# --- norms, RoPE, positions -------------------------------------------------------------------------------
+# --- norms -----------------------------------------------------------------------------------------------
 
 
 def norm_flags_served(export: Export) -> Finding:
@@ -236,50 +272,6 @@ def norm_flags_match_training(export: Export) -> Finding:
     if "norm_before_residual" in absent:
         return Finding(WARN, "norm_before_residual is absent; taken as false", "an explicit value", "false is written")
     return Finding(OK, f"{len(NORM_FLAGS) - len(absent)} explicit")
-
-
-def rope_spellings_agree(export: Export) -> Finding:
-    """Older engines read rope_theta and rope_scaling, newer ones rope_parameters; two values are two drafters."""
-    config = export.raw.get("transformer_layer_config") or export.raw
-    new, old_theta, rope = config.get("rope_parameters"), config.get("rope_theta"), export.flat["rope_parameters"]
-    wrong = bool(new and old_theta and float(new.get("rope_theta") or old_theta) != float(old_theta))
-    if new and "rope_scaling" in config:
-        wrong |= rope_of({"rope_scaling": config["rope_scaling"]})["rope_type"] != rope["rope_type"]
-    if wrong:
-        old = f"rope_theta {old_theta}, rope_scaling {config.get('rope_scaling')}"
-        return Finding(FAIL, f"rope_parameters {new}; {old}",
-                       "the same in both", "keep the one that was trained")
-    if not new and not old_theta:
-        return Finding(WARN, f"no theta; {rope['rope_theta']:g} is written, which engines would take", "a theta",
-                       "add the trained one to config.json")
-    return Finding(OK, f"{rope['rope_type']}, theta {rope['rope_theta']:g}, written in both spellings")
-
-
-def rope_as_trained(export: Export) -> Finding:
-    """Another theta or scaling turns positions into garbage further and further along."""
-    theirs, ours = rope_of(export.verifier.config), export.flat["rope_parameters"]
-    expected = {"rope_theta": theirs["rope_theta"],
-                "rope_type": "default" if export.verifier.mla else theirs["rope_type"]}
-    found = {name: ours[name] for name in expected}
-    if found == expected:
-        return Finding(OK, f"the verifier's theta {expected['rope_theta']:g}, {expected['rope_type']}")
-    if export.trained_here and export.as_written:  # training went on from a published drafter
-        return Finding(OK, f"{found}, as training wrote it")
-    if export.trained_here:
-        return Finding(FAIL, str(found), f"{expected}, with which stage 04 trains", "put config.json back")
-    return Finding(WARN, str(found), f"{expected} as a rule", "check what the drafter was trained with")
-
-
-def positions_cover_serving(export: Export) -> Finding:
-    """Past a drafter's max_position_embeddings vLLM before 0.27 drafts garbage without a word."""
-    own, wanted = export.flat["max_position_embeddings"], export.serving_length
-    if own >= wanted:
-        return Finding(OK, f"{own} for {wanted}")
-    if export.flat["rope_parameters"]["rope_type"] in ("dynamic", "longrope"):
-        return Finding(FAIL, f"{own} with RoPE that depends on it", f"at least {wanted}", "name a smaller "
-                       "--serving-length")
-    return Finding(WARN, f"{own}; {wanted} is written", f"at least {wanted}",
-                   "acceptance past the trained length is to be measured")
 
 
 # --- the engine -------------------------------------------------------------------------------------------
@@ -317,9 +309,11 @@ def _text(version: tuple[int, ...]) -> str:
 
 
 HEADERS: tuple[Callable[[Export], Finding], ...] = (
-    keys_in_one_spelling, keys_known_and_complete, shapes_fit_the_config, mapping_types, architecture_known,
-    belongs_to_the_verifier, embeddings_untied, config_understood, ids_known, ids_agree, ids_match_the_manifest,
+    keys_in_one_spelling, keys_known_and_complete, shapes_fit_the_config, mapping_types, weights_are_plain_numbers,
+    architecture_known, belongs_to_the_verifier, embeddings_untied, config_understood, auxiliary_states_counted,
+    ids_known, ids_agree, ids_match_the_manifest,
     ids_ascend_inside_the_verifier, ids_as_the_engine_reads_them, norm_flags_served, norm_flags_match_training,
-    rope_spellings_agree, rope_as_trained, positions_cover_serving, engine_serves_the_verifier,
+    rope_spellings_agree, rope_as_trained, rope_as_the_engine_reads_it, positions_cover_serving,
+    engine_serves_the_verifier,
     engine_has_no_known_fault,
 )  # fmt: skip

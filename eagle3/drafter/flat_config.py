@@ -7,6 +7,7 @@ vLLM 0.16–0.32, SGLang 0.5.9–0.5.23 and speculators 0.9.
 from typing import TYPE_CHECKING, Any
 
 from eagle3.common import versions
+from eagle3.drafter.rope import fresh_rope, rope_of
 
 if TYPE_CHECKING:
     from eagle3.common.tensor_files import Entry
@@ -21,7 +22,6 @@ LLAMA_DEFAULTS: dict[str, Any] = {
     "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False,
 }  # fmt: skip
 LAYER_FIELDS = (*LLAMA_DEFAULTS, "num_key_value_heads", "head_dim")
-_DEFAULT_THETA = 10000.0
 _MLA_HEAD_DIM = 128
 # SGLang adds 1 to each nested id; for DeepSeek-type targets it does so up to 0.5.12, later only if the first is 1.
 NO_OFFSET = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "kimi_k25")
@@ -56,15 +56,12 @@ def layer_shape(verifier: "Verifier", intermediate_size: int | None = None) -> d
     """Return the drafter's Llama configuration as keyword arguments of transformers' LlamaConfig.
 
     Heads follow the verifier. An MLA verifier's head sizes do not carry over: published drafters of that
-    family use plain heads of 128 with as many KV heads as heads, and plain RoPE with the verifier's theta
-    (YaRN's attention factor is read differently by transformers and vLLM, so it stays out).
+    family use plain heads of 128 with as many KV heads as heads.
     """
     config = verifier.config
     heads = int(config["num_attention_heads"])
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = float(rope.get("rope_theta") or config.get("rope_theta") or _DEFAULT_THETA)
     if verifier.mla:
-        kv_heads, head_dim, rope = heads, _MLA_HEAD_DIM, {}
+        kv_heads, head_dim = heads, _MLA_HEAD_DIM
     else:
         kv_heads = int(config.get("num_key_value_heads") or heads)
         head_dim = int(config.get("head_dim") or verifier.hidden_size // heads)
@@ -79,20 +76,11 @@ def layer_shape(verifier: "Verifier", intermediate_size: int | None = None) -> d
         "hidden_act": "silu",
         "max_position_embeddings": verifier.max_positions,
         "rms_norm_eps": verifier.rms_norm_eps,
-        "rope_parameters": {"rope_type": "default", **rope, "rope_theta": theta},
+        "rope_parameters": fresh_rope(config, mla=verifier.mla),
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": False,
     }
-
-
-def rope_of(layer: dict[str, Any]) -> dict[str, Any]:
-    """Return rope_parameters (rope_type, rope_theta, what scaling needs) from either spelling or both."""
-    rope = {**(layer.get("rope_scaling") or {}), **(layer.get("rope_parameters") or {})}
-    rope_type = rope.pop("type", None)
-    rope["rope_type"] = rope.get("rope_type") or rope_type or "default"
-    rope["rope_theta"] = float(rope.get("rope_theta") or layer.get("rope_theta") or _DEFAULT_THETA)
-    return rope
 
 
 def ids_of(raw: dict[str, Any], num_layers: int) -> list[int] | None:

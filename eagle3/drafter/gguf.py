@@ -3,6 +3,7 @@
 Any file of the Llama architecture does. The embedded one is data of an installed package.
 """
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -56,9 +57,10 @@ def make(out: Path, gguf: Path | None) -> None:
     try:
         _convert(source, partial)
         for path in partial.iterdir():
-            path.chmod(0o644)  # safetensors makes files that only their owner can read
+            with contextlib.suppress(OSError):  # some file systems have no modes
+                path.chmod(0o644)  # safetensors makes files that only their owner can read
             with open(path, "rb+") as file:
-                os.fsync(file.fileno())
+                files.fsync(file.fileno())
         files.fsync_directory(partial)
         os.replace(partial, out)
         files.fsync_directory(out.parent)

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from eagle3.common import files, findings, tensor_files
+from eagle3.common import findings, tensor_files
 from eagle3.common.errors import PreconditionError
-from eagle3.drafter import export_checks, weight_checks
+from eagle3.drafter import config_keys, export_checks, weight_checks
 from eagle3.drafter.checkpoint import (
     EMBEDDING,
     FROZEN,
@@ -25,10 +25,13 @@ from eagle3.drafter.checkpoint import (
     training_record,
 )
 from eagle3.drafter.flat_config import IDS, NORM_FLAGS, default_ids, layer_shape
-from eagle3.drafter.verifier import Verifier, load_layer_weights, load_shared_weights
+from eagle3.drafter.teacher import fit_modules
+from eagle3.drafter.verifier import NORM_BIAS, Verifier, load_layer_weights, load_shared_weights
 from eagle3.drafter.vocab import published_mapping
 
 _WEIGHT_TYPES = ("BF16", "F16", "F32")
+# Gemma's norm before the MLP; its post_attention_layernorm norms what attention gives.
+_NORM_BEFORE_MLP = "pre_feedforward_layernorm.weight"
 
 
 def build(
@@ -60,6 +63,8 @@ def build(
         model.lm_head.weight.copy_(head)
         model.verifier_lm_head.weight.copy_(head)
         model.verifier_norm.weight.copy_(shared["norm"])
+        if NORM_BIAS in shared:
+            model.verifier_norm.bias.copy_(shared[NORM_BIAS])
         start_from_verifier(model, verifier, shared["norm"])
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.startswith(FROZEN))
@@ -86,6 +91,8 @@ def start_from_verifier(model: Any, verifier: Verifier, norm: torch.Tensor) -> N
     attention |= {"self_attn.o_proj.weight": layer.self_attn.o_proj.weight,
                   "input_layernorm.weight": layer.hidden_norm.weight}
     mlp = {f"mlp.{name}.weight": weight.weight for name, weight in layer.mlp.named_children() if name != "act_fn"}
+    if _NORM_BEFORE_MLP in theirs:
+        theirs["post_attention_layernorm.weight"] = theirs[_NORM_BEFORE_MLP]
     mlp["post_attention_layernorm.weight"] = layer.post_attention_layernorm.weight
     for block in (attention, mlp):
         if all(name in theirs and theirs[name].shape == weight.shape for name, weight in block.items()):
@@ -118,7 +125,7 @@ def published(folder: Path, verifier: Verifier) -> Export:
     Raises PreconditionError when it is no whole Llama-type drafter of this verifier.
     """
     trained_ids, trained_here = training_record(folder)
-    export = Export(folder=folder, raw=files.read_json(folder / "config.json", fix="name the folder of a drafter"),
+    export = Export(folder=folder, raw=config_keys.read(folder),
                     tensors=tensor_files.read(folder), verifier=verifier, engine="vllm", version=None,
                     serving_length=verifier.max_positions, trained_ids=trained_ids, trained_here=trained_here)
     sizes = {"hidden_size": verifier.hidden_size, "vocab_size": verifier.vocab_size, "target_hidden_size": None}
@@ -216,6 +223,7 @@ def _from_checkpoint(export: Export, layers: list[int], *, own_embedding: bool) 
     names = {canonical_key(name): name for name in export.tensors}
     shared = load_shared_weights(verifier, ("embed_tokens", "lm_head", "norm"))
     ours = {EMBEDDING: shared["embed_tokens"], "verifier_norm.weight": shared["norm"],
+            "verifier_norm.bias": shared.get(NORM_BIAS, torch.zeros(0)),
             "verifier_lm_head.weight": shared["lm_head"][t2d] if model.use_draft_vocab else shared["lm_head"]}
     for name in [name for name, _ in model.named_parameters()]:
         if name.startswith(FROZEN) and not (own_embedding and name == EMBEDDING):
@@ -227,7 +235,6 @@ def _from_checkpoint(export: Export, layers: list[int], *, own_embedding: bool) 
         value = weight.to(torch.float32, copy=True)
         trained = not name.startswith(FROZEN)
         setattr(model.get_submodule(module), attribute, torch.nn.Parameter(value, requires_grad=trained))
-    model.verifier_norm.variance_epsilon = verifier.rms_norm_eps  # speculators gives it the drafter's
     return model
 
 
@@ -251,7 +258,9 @@ def _empty_model(verifier: Verifier, layers: list[int], draft_vocab_size: int, s
             verifier=VerifierConfig(name_or_path=None, architectures=[verifier.architecture]),
         ),
     )
-    return Eagle3DraftModel(config)
+    model = Eagle3DraftModel(config)
+    fit_modules(model, verifier)
+    return model
 
 
 def served_config(model: Any, verifier: Verifier) -> dict[str, Any]:

@@ -1,26 +1,29 @@
 """What the verifier's own files say: sizes, layers, RoPE, and the few weights a drafter shares with it.
 
-The facts come from config.json alone (no transformers, no remote code), so a dry run answers for a model
-whose weights are elsewhere. Weights are read by name from the safetensors shards.
+The facts come from config.json alone, so a dry run answers for a model whose weights are elsewhere. Weights are found
+by their role: beside which decoder they stand, not how their names end.
 """
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle3.common import files, tensor_files
+from eagle3.common import tensor_files
 from eagle3.common.errors import PreconditionError
+from eagle3.drafter import model_config
+from eagle3.drafter.output import Output, output_of
 
 if TYPE_CHECKING:
     import torch
 
-# Names under which the shared weights are found, the most specific suffix first. Text models inside
-# multimodal wrappers carry a prefix such as `language_model.`.
-_SUFFIXES = {
-    "embed_tokens": ("model.embed_tokens.weight",),
-    "lm_head": ("lm_head.weight",),
-    "norm": ("model.norm.weight",),
-}
+_EMBEDDINGS = ("embed_tokens", "word_embeddings", "tok_embeddings", "wte")
+_NORMS = ("norm", "final_layernorm", "final_norm", "ln_f", "norm_f")
+_HEADS = ("lm_head", "output", "embed_out")
+_PLAIN = ("BF16", "F16", "F32")
+_LAYER = re.compile(r"(.*?)layers\.(\d+)\.")
+NORM_BIAS = "norm_bias"
 
 
 @dataclass(frozen=True)
@@ -28,8 +31,10 @@ class Verifier:
     """Facts of a verifier; sizes in elements, lengths in tokens.
 
     Attributes:
-        config: the text part of config.json.
+        config: the text part of config.json in one spelling (see `model_config.text_config`).
         mla: whether attention is multi-head latent (DeepSeek, Kimi), so that heads do not carry over.
+        rms_norm_eps: of its final norm, whatever kind that is. output: how logits come out of it.
+        tied_embeddings: as its configuration says; a head that the files lack is the embedding all the same.
     """
 
     folder: Path
@@ -42,6 +47,7 @@ class Verifier:
     rms_norm_eps: float
     tied_embeddings: bool
     mla: bool
+    output: Output
     config: dict[str, Any]
 
     def layers(self, requested: list[int]) -> list[int]:
@@ -53,7 +59,13 @@ class Verifier:
         """
         last = self.num_layers - 1
         if not requested:
-            return [2, self.num_layers // 2, self.num_layers - 3, last]
+            chosen = [2, self.num_layers // 2, self.num_layers - 3, last]
+            if chosen != sorted(set(chosen)):
+                raise PreconditionError(
+                    "the model has too few layers for the engines' default ids", where=self.folder,
+                    expected="7 layers or more, for 2, N/2 and N-3 to ascend", found=f"{self.num_layers}: {chosen}",
+                    fix=f"name them with --layers A B C {last} (A < B < C <= {last}; or fewer), model.layers in YAML")
+            return chosen
         layers = [*requested[:-1], last if requested[-1] == self.num_layers else requested[-1]]
         auxiliary = layers[:-1]
         if layers[-1] != last or not auxiliary:
@@ -74,27 +86,23 @@ class Verifier:
 
 
 def read(folder: Path) -> Verifier:
-    """Return the verifier's facts; PreconditionError naming the key when config.json lacks one."""
-    outer = files.read_json(folder / "config.json", fix="give the verifier's folder with --model")
-    config = outer.get("text_config") or outer
-    try:
-        return Verifier(
-            folder=folder,
-            architecture=(outer.get("architectures") or ["?"])[0],
-            model_type=config.get("model_type", "?"),
-            hidden_size=int(config["hidden_size"]),
-            num_layers=int(config["num_hidden_layers"]),
-            vocab_size=int(config["vocab_size"]),
-            max_positions=int(config["max_position_embeddings"]),
-            rms_norm_eps=float(config["rms_norm_eps"]),
-            tied_embeddings=bool(config.get("tie_word_embeddings", outer.get("tie_word_embeddings", False))),
-            mla=config.get("kv_lora_rank") is not None,
-            config=config,
-        )
-    except KeyError as error:
-        raise PreconditionError(
-            "the verifier's config.json lacks a value", where=folder / "config.json", expected=f"key {error}"
-        ) from None
+    """Return the verifier's facts; PreconditionError naming what config.json lacks, or why its family is refused."""
+    whole, text = model_config.text_config(folder)
+    architectures = whole.get("architectures")
+    return Verifier(
+        folder=folder,
+        architecture=str(architectures[0]) if isinstance(architectures, list) and architectures else "?",
+        model_type=str(text["model_type"]),
+        hidden_size=text["hidden_size"],
+        num_layers=text["num_hidden_layers"],
+        vocab_size=text["vocab_size"],
+        max_positions=text["max_position_embeddings"],
+        rms_norm_eps=float(text[model_config.EPS]),
+        tied_embeddings=text["tie_word_embeddings"],
+        mla=text.get("kv_lora_rank") is not None,
+        output=output_of(text, folder / "config.json"),
+        config=text,
+    )
 
 
 def weight_map(folder: Path) -> dict[str, str]:
@@ -119,65 +127,133 @@ def without_weights(folder: Path) -> bool:
     return bool(weight_map(folder))
 
 
-def load_shared_weights(verifier: Verifier, names: tuple[str, ...]) -> "dict[str, torch.Tensor]":
-    """Load some of embed_tokens [V, H], lm_head [V, H] and norm [H] in the dtype of the file.
+def decoder_prefix(tensors: Iterable[str], verifier: Verifier) -> str:
+    """Return what stands before `layers.0.` in the names of the decoder's tensors (`model.language_model.`).
 
-    A tied model's lm_head is its embedding. PreconditionError names what is missing.
+    The decoder is the list that has all of the verifier's layers (and perhaps more, for multi-token prediction) and a
+    token embedding beside it. Raises PreconditionError naming the lists found when there is none.
     """
-    from safetensors import safe_open
+    lists: dict[str, set[int]] = {}
+    beside = set()
+    for name in tensors:
+        if match := _LAYER.match(name):
+            lists.setdefault(match[1], set()).add(int(match[2]))
+        else:
+            beside.add(name)
+    fits = [prefix for prefix, layers in lists.items() if layers.issuperset(range(verifier.num_layers))
+            and any(f"{prefix}{name}.weight" in beside for name in _EMBEDDINGS)]
+    if not fits:
+        raise PreconditionError(
+            "the verifier's weights have no decoder as its config.json says", where=verifier.folder,
+            expected=f"…layers.0 to {verifier.num_layers - 1}, with embed_tokens.weight beside them",
+            found=", ".join(f"{prefix}layers: {len(layers)}" for prefix, layers in lists.items()) or "no layers",
+            fix="check that config.json and weights are of one model")
+    return min(fits, key=len)
 
-    tensors = weight_map(verifier.folder)
-    result = {}
-    for name in names:
-        key = _find(tensors, name, verifier)
-        shard = verifier.folder / tensors[key]
-        if not shard.exists():
-            raise PreconditionError("a weight shard is missing", where=shard, expected=f"it holds {key}")
-        with safe_open(shard, framework="pt") as file:
-            result[name] = file.get_tensor(key)
+
+def shared_names(tensors: Iterable[str], verifier: Verifier) -> dict[str, str]:
+    """Return {role: tensor name} of embed_tokens, norm (norm_bias) and lm_head among the names of a verifier's files.
+
+    A head that the files lack, or that the configuration ties, is the embedding. PreconditionError names all that is
+    missing, and a head of which there is more than plain numbers (quantized, or with a bias).
+    """
+    names = set(tensors)
+    prefix = decoder_prefix(names, verifier)
+    embeddings = (f"{prefix}{name}.weight" for name in _EMBEDDINGS)
+    found = {"embed_tokens": next(name for name in embeddings if name in names)}
+    norm = next((name for name in _NORMS if f"{prefix}{name}.weight" in names), None)
+    if norm is None:
+        raise PreconditionError("the verifier's weights have no final norm", where=verifier.folder,
+                                expected=f"{prefix}norm.weight",
+                                fix="a norm without weights, or of another name, is not known here")
+    found["norm"] = f"{prefix}{norm}.weight"
+    if f"{prefix}{norm}.bias" in names:
+        if not verifier.output.layer_norm:
+            raise PreconditionError("the verifier's final norm has a bias", where=verifier.folder,
+                                    found=f"{prefix}{norm}.bias, model_type {verifier.model_type}",
+                                    expected="an RMS norm, or a family of LAYER_NORMS in eagle3/drafter/output.py")
+        found[NORM_BIAS] = f"{prefix}{norm}.bias"
+    return found | {"lm_head": found["embed_tokens"] if verifier.tied_embeddings else _head(names, prefix, verifier)
+                    or found["embed_tokens"]}
+
+
+def _head(names: set[str], prefix: str, verifier: Verifier) -> str | None:
+    parts = prefix.split(".")[:-1]
+    outside = [".".join([*parts[:depth], ""]) for depth in range(len(parts), -1, -1)]
+    for head in (above + name for above in outside for name in _HEADS):
+        own = sorted(name for name in names if name.startswith(head + "."))
+        if own and own != [f"{head}.weight"]:
+            raise PreconditionError(
+                "the verifier's head is more than plain numbers", where=verifier.folder, found=", ".join(own),
+                expected=f"{head}.weight alone: a quantized head, or one with a bias, is not computed here",
+                fix="take a checkpoint whose head is not quantized")
+        if own:
+            return own[0]
+    return None
+
+
+def shared_entries(verifier: Verifier) -> dict[str, tensor_files.Entry]:
+    """Return where the shared weights lie, from index and headers; {role: entry} as in `shared_names`.
+
+    PreconditionError names all that later stages would stumble over: shards that are not there, types other than
+    bfloat16, float16 and float32, shapes other than [V, H] and [H].
+    """
+    files_of = weight_map(verifier.folder)
+    names = shared_names(files_of, verifier)
+    shards = {files_of[name] for name in names.values()}
+    headers = {shard: tensor_files.read_header(verifier.folder / shard) for shard in shards}
+    lost = [f"{files_of[name]} lacks {name}" for name in names.values() if name not in headers[files_of[name]]]
+    entries = {role: headers[files_of[name]][name] for role, name in names.items() if not lost}
+    matrix, vector = (verifier.vocab_size, verifier.hidden_size), (verifier.hidden_size,)
+    wrong = [f"{names[role]}: {entry.dtype} {list(entry.shape)}, not {list(shape)} of {', '.join(_PLAIN)}"
+             for role, entry in entries.items() for shape in [vector if role.startswith("norm") else matrix]
+             if entry.shape != shape or entry.dtype not in _PLAIN]
+    if lost or wrong:
+        raise PreconditionError("the verifier's embedding, norm or head is not as its config.json says",
+                                where=verifier.folder, found="\n".join(lost or wrong),
+                                expected=f"vocabulary {verifier.vocab_size}, hidden size {verifier.hidden_size}",
+                                fix="check that config.json and weights are of one model, whose head is not quantized")
+    return entries
+
+
+def load_shared_weights(verifier: Verifier, names: tuple[str, ...]) -> "dict[str, torch.Tensor]":
+    """Load some of embed_tokens [V, H], lm_head [V, H] and norm [H] (a layer norm's with norm_bias [H]).
+
+    As a plain norm and a plain matrix use them: a norm stored as w of 1 + w, or a scale of the logits, is in the
+    weights (float32 then); else they are in the dtype of the file. A soft cap is not in them (`verifier.output`).
+    """
+    shared = {role: entry for role, entry in shared_entries(verifier).items()
+              if role in names or (role == NORM_BIAS and "norm" in names)}
+    table = shared_names(weight_map(verifier.folder), verifier)
+    result = {role: _read(entry.file, table[role]) for role, entry in shared.items()}
+    how = verifier.output
+    if "norm" in result and how.norm_offset:
+        result["norm"] = result["norm"].float() + how.norm_offset
+    if "norm" in result and how.layer_norm:
+        bias = result.get(NORM_BIAS)
+        result[NORM_BIAS] = bias.float() if bias is not None else result["norm"].new_zeros(verifier.hidden_size).float()
+    if how.scale != 1.0 and "lm_head" in result:
+        result["lm_head"] = result["lm_head"].float() * how.scale
     return result
 
 
 def load_layer_weights(verifier: Verifier, layer: int) -> "dict[str, torch.Tensor]":
-    """Load what the files hold of decoder layer `layer`, by the name inside the layer (`mlp.up_proj.weight`)."""
-    from safetensors import safe_open
-
-    marker = f"model.layers.{layer}."
+    """Load what the files hold of decoder layer `layer` in plain numbers, by the name inside the layer
+    (`mlp.up_proj.weight`); norms are as a plain norm uses them."""
+    tensors = weight_map(verifier.folder)
+    prefix = f"{decoder_prefix(tensors, verifier)}layers.{layer}."
     result = {}
-    for key, shard in sorted(weight_map(verifier.folder).items()):
-        if key.startswith(marker) or f".{marker}" in key:
-            with safe_open(verifier.folder / shard, framework="pt") as file:
-                result[key.split(marker)[1]] = file.get_tensor(key)
+    for name in sorted(tensors):
+        if name.startswith(prefix):
+            weight = _read(verifier.folder / tensors[name], name)
+            if weight.is_floating_point() and weight.element_size() > 1:
+                norm = name.endswith("norm.weight") and verifier.output.norm_offset
+                result[name.removeprefix(prefix)] = weight.float() + norm if norm else weight
     return result
 
 
-def _find(tensors: dict[str, str], name: str, verifier: Verifier) -> str:
-    wanted = _SUFFIXES["embed_tokens"] if name == "lm_head" and verifier.tied_embeddings else _SUFFIXES[name]
-    for suffix in wanted:
-        matches = [key for key in tensors if key == suffix or key.endswith("." + suffix)]
-        if matches:
-            return min(matches, key=len)
-    raise PreconditionError(
-        f"the verifier's weights lack {name}", where=verifier.folder, expected=" or ".join(wanted)
-    )
+def _read(shard: Path, name: str) -> "torch.Tensor":
+    from safetensors import safe_open
 
-
-class TeacherHead:
-    """The verifier's final norm and output head, in float32, for checks on a few rows."""
-
-    def __init__(self, verifier: Verifier) -> None:
-        weights = load_shared_weights(verifier, ("norm", "lm_head"))
-        self._norm, self._head, self._eps = weights["norm"].float(), weights["lm_head"], verifier.rms_norm_eps
-
-    def next_tokens(self, teacher_states: "torch.Tensor") -> "torch.Tensor":
-        """Return the most likely next token [n] of teacher states [n, H] (RMSNorm, then the head)."""
-        return (self.normed(teacher_states).to(self._head.dtype) @ self._head.T).float().argmax(-1)
-
-    def normed(self, teacher_states: "torch.Tensor") -> "torch.Tensor":
-        """Return teacher states [n, H] after the final norm, in float32."""
-        states = teacher_states.float()
-        return states * (states.pow(2).mean(-1, keepdim=True) + self._eps).rsqrt() * self._norm
-
-    def rows(self, tokens: list[int]) -> "torch.Tensor":
-        """Return the head's rows [n, H] of tokens, in float32."""
-        return self._head[tokens].float()
+    with safe_open(shard, framework="pt") as file:
+        return file.get_tensor(name)

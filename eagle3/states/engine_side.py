@@ -2,7 +2,8 @@
 
 Runs as a child process in the engine's interpreter (`python -m eagle3.states.engine_side`), so it needs nothing that
 the engine does not bring: torch and safetensors. The parent sends one JSON line per batch and gets one line
-per batch back; the states go straight to their final files.
+per batch back; the states go straight to their final files. With them comes what the engine itself says of the tokens:
+the log-probabilities by which the parent proves states, norm and head.
 """
 
 import hashlib
@@ -101,7 +102,10 @@ def write_batch(
 
 
 class VllmBackend:
-    """Prefill through vLLM's LLM class, without prefix caching; one sampled token ends each request."""
+    """Prefill through vLLM's LLM class, without prefix caching; one sampled token ends each request.
+
+    Log-probabilities are asked with 0 alternatives: that of the token alone.
+    """
 
     def __init__(self, settings: CaptureSettings) -> None:
         # In one process the scheduler sees a whole batch before its first step: batches, and with them the
@@ -111,17 +115,33 @@ class VllmBackend:
 
         _let_llvmlite_be_looked_at()
         self.llm = LLM(**engine_arguments(settings))
-        self.sampling = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+        self.sampling = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, logprobs=0)
+        self.proving = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, prompt_logprobs=0)
         self.path = next(filter(None, self.llm.collective_rpc("capture_start", args=(settings.to_json(),))))
 
     def run(self, jobs: list[tuple[int, list[int]]], wanted: list[int]) -> list[dict[str, Any]]:
         """Prefill all jobs together; write the wanted ones, with the engine's own next token in their entries."""
         prompts = [{"prompt_token_ids": ids} for _, ids in jobs]
         outputs = self.llm.generate(prompts, self.sampling, use_tqdm=False)
-        next_tokens = {number: out.outputs[0].token_ids[0] for (number, _), out in zip(jobs, outputs, strict=True)}
+        own = {number: _own_next(out.outputs[0]) for (number, _), out in zip(jobs, outputs, strict=True)}
+        return [entry | own[entry["i"]] for entry in self._collect(jobs, wanted)]
+
+    def prove(self, jobs: list[tuple[int, list[int]]]) -> dict[int, list[float]]:
+        """Return the engine's log-probability of each token of each job but its first; nothing is written."""
+        outputs = self.llm.generate([{"prompt_token_ids": ids} for _, ids in jobs], self.proving, use_tqdm=False)
+        self._collect([], [])  # forget these passes
+        return {number: [found[token].logprob for token, found in zip(ids[1:], out.prompt_logprobs[1:], strict=True)]
+                for (number, ids), out in zip(jobs, outputs, strict=True)}
+
+    def _collect(self, jobs: list[tuple[int, list[int]]], wanted: list[int]) -> list[dict[str, Any]]:
         replies = self.llm.collective_rpc("capture_collect", args=(json.dumps({"jobs": jobs, "write": wanted}),))
-        entries = json.loads(next(filter(None, replies)))
-        return [entry | {"next_token": int(next_tokens[entry["i"]])} for entry in entries]
+        return json.loads(next(filter(None, replies)))  # type: ignore[no-any-return]
+
+
+def _own_next(output: Any) -> dict[str, Any]:
+    """Return the token that vLLM gave next, and its log-probability."""
+    token = int(output.token_ids[0])
+    return {"next_token": token, "next_logprob": output.logprobs[0][token].logprob}
 
 
 def _let_llvmlite_be_looked_at() -> None:
@@ -174,16 +194,8 @@ class TransformersBackend:
 
     def __init__(self, settings: CaptureSettings) -> None:
         import torch
-        from transformers import AutoModelForCausalLM
 
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.model = AutoModelForCausalLM.from_pretrained(
-            settings.model,
-            dtype=getattr(torch, settings.dtype),
-            trust_remote_code=settings.trust_remote_code,
-            attn_implementation="sdpa",
-        ).to(device)
-        self.model.eval()
+        self.model = _in_transformers(settings).to("cuda" if torch.cuda.is_available() else "cpu").eval()
         self.recorder = Recorder(self.model, settings.layers, settings.num_layers)
         self.path = self.recorder.path
         self.writer = Writer.of(settings)
@@ -196,18 +208,55 @@ class TransformersBackend:
         for number, ids in jobs:
             if number not in wanted:
                 continue  # one sequence a pass: the others do not change its rounding
-            with torch.inference_mode():
-                logits = self.model(torch.tensor([ids], device=self.model.device), use_cache=False).logits
+            logits = self._logits(ids)[-1]
             for current in self.recorder.passes:  # the batch dimension is 1
                 current["tokens"], current["positions"] = current["tokens"][0], torch.arange(len(ids))
                 current["streams"] = {slot: value[0] for slot, value in current["streams"].items()}
             (entry,) = write_batch(self.recorder, self.writer, [(number, ids)], wanted)
-            entries.append(entry | {"next_token": int(logits[0, -1].argmax())})
+            token = int(logits.argmax())
+            entries.append(entry | {"next_token": token, "next_logprob": float(logits.log_softmax(-1)[token])})
         return entries
+
+    def prove(self, jobs: list[tuple[int, list[int]]]) -> dict[int, list[float]]:
+        """Return the model's log-probability of each token of each job but its first; nothing is written."""
+        import torch
+
+        found = {}
+        for number, ids in jobs:
+            said = self._logits(ids)[:-1].log_softmax(-1)
+            found[number] = said[torch.arange(len(ids) - 1), torch.tensor(ids[1:])].tolist()
+        self.recorder.passes = []
+        return found
+
+    def _logits(self, ids: list[int]) -> Any:
+        """Return the logits [T, V], float32."""
+        import torch
+
+        with torch.inference_mode():
+            return self.model(torch.tensor([ids], device=self.model.device), use_cache=False).logits[0].float()
+
+
+def _in_transformers(settings: CaptureSettings) -> Any:
+    """Return transformers' model; wrappers for images have another class, some models (gpt-oss) no fused attention."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    errors = []
+    for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        for attention in ("sdpa", "eager"):
+            try:
+                return kind.from_pretrained(settings.model, dtype=getattr(torch, settings.dtype),
+                                            trust_remote_code=settings.trust_remote_code, attn_implementation=attention)
+            except ValueError as error:
+                errors.append(error)
+    raise errors[0]
 
 
 def main() -> None:
-    """Serve batches: settings on the first line of stdin, then lines {"jobs": [[i, ids], …], "write": [i, …]}."""
+    """Serve batches: settings on the first line of stdin, then lines {"jobs": [[i, ids], …], "write": [i, …]}.
+
+    A line {"prove": [[i, ids], …]} is answered with {"logprobs": {i: […]}} and writes nothing.
+    """
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # the engine's own prints go to the log, not between the replies
     settings = CaptureSettings.from_json(sys.stdin.readline())
@@ -215,7 +264,9 @@ def main() -> None:
     print(json.dumps({"ready": backend.path}), file=replies, flush=True)
     for line in sys.stdin:
         message = json.loads(line)
-        print(json.dumps({"entries": backend.run(message["jobs"], message["write"])}), file=replies, flush=True)
+        reply = ({"logprobs": backend.prove(message["prove"])} if "prove" in message
+                 else {"entries": backend.run(message["jobs"], message["write"])})
+        print(json.dumps(reply), file=replies, flush=True)
 
 
 if __name__ == "__main__":

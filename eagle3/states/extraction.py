@@ -6,20 +6,28 @@ import threading
 import time
 from collections.abc import Iterator
 from queue import Empty, Queue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from eagle3.common.errors import PreconditionError
 from eagle3.common.log import logger
 from eagle3.common.options import EngineOptions, ModelOptions
 from eagle3.common.processes import Child
 from eagle3.common.stage import Stage
-from eagle3.drafter.verifier import TeacherHead, Verifier
+from eagle3.drafter.verifier import Verifier
 from eagle3.engines import arguments, defaults
 from eagle3.states.settings import CONVENTION, CaptureSettings
 from eagle3.states.store import FP8, FP8_FORM, Sample, StateStore
 
-# Agreement is judged once this many samples are in; a few rounding ties must not decide.
+if TYPE_CHECKING:
+    import torch
+
+# Agreement is judged once this many samples (or log-probabilities) are in; a few rounding ties must not decide.
 _ENOUGH_SAMPLES = 20
+# Mean absolute difference of log-probabilities (nats) that is noise, by what the files hold. On SmolLM2-135M it is
+# 0.000 in float32, 0.029 in bfloat16 (vLLM on a CPU) and 0.09 in fp8.
+_LARGEST_DIFFERENCE = {"float32": 0.01, "bfloat16": 0.15, "float16": 0.15, FP8: 0.3}
+# Of how many samples of the first batch how many tokens are compared: the engine's logits of them take memory.
+_PROVED_SAMPLES, _PROVED_TOKENS = 8, 128
 
 
 def batches(samples: list[Sample], batch_tokens: int) -> Iterator[list[Sample]]:
@@ -96,12 +104,18 @@ class Capture:
     def run(self, batch: list[Sample], wanted: set[int] | None = None) -> list[dict[str, Any]]:
         """Run a batch and write its wanted samples (default: all).
 
-        Returns an entry per wanted sample: {i, tokens, bytes, sha256, next_token} or {i, error}.
+        Returns an entry per wanted sample: {i, tokens, bytes, sha256, next_token, next_logprob} or {i, error}.
         """
         jobs = [[sample.i, sample.input_ids] for sample in batch]
         write = sorted(wanted) if wanted is not None else [number for number, _ in jobs]
         self._send(json.dumps({"jobs": jobs, "write": write}))
         return self._receive(self._timeout_s)["entries"]
+
+    def prove(self, samples: list[Sample]) -> dict[int, list[float]]:
+        """Return the engine's own log-probabilities of tokens 1, 2, … of the first few samples' beginnings."""
+        jobs = [[sample.i, sample.input_ids[:_PROVED_TOKENS]] for sample in samples[:_PROVED_SAMPLES]]
+        self._send(json.dumps({"prove": jobs}))
+        return {int(number): said for number, said in self._receive(self._timeout_s)["logprobs"].items()}
 
     def _send(self, line: str) -> None:
         try:
@@ -162,17 +176,28 @@ def resolve_dtype(requested: str, engine: EngineOptions) -> str:
 
 
 class AgreementCheck:
-    """Proof that the stored teacher state is the right one.
+    """Proof that the stored teacher states, with the verifier's norm and head, are its distribution.
 
-    lm_head(final_norm(stored state of the last token)) must give the token that the engine itself produced
-    next. A wrong layer, a state stored after the norm, or a shifted capture fails on most samples; rounding
-    ties fail on a few.
+    lm_head(final_norm(stored state of the last token)) must give the token that the engine itself produced next: a
+    wrong layer, a state stored after the norm, or a shifted capture fails on most samples; rounding ties fail on a few.
+    And the log-probabilities of that token, and once of all tokens of a few beginnings, must be the engine's within
+    the noise of its precision: a scale or a cap of the logits leaves every most likely token what it is.
     """
 
-    def __init__(self, verifier: Verifier, store: StateStore, minimum: float) -> None:
-        self._head = TeacherHead(verifier)
-        self._store, self._minimum = store, minimum
-        self.agreed = self.checked = 0
+    def __init__(self, verifier: Verifier, store: StateStore, minimum: float, dtype: str, form: str) -> None:
+        """Load norm and head.
+
+        Args:
+            minimum: share of samples that has to agree. dtype: of the engine. form: what the files hold, dtype or fp8.
+        """
+        import torch
+
+        from eagle3.drafter.teacher import TeacherHead
+
+        self._head = TeacherHead(verifier, getattr(torch, dtype))
+        self._store, self._minimum, self._largest = store, minimum, _LARGEST_DIFFERENCE[form]
+        self.agreed = self.checked = self.compared = 0
+        self._difference = 0.0
 
     def add(self, entries: list[dict[str, Any]]) -> None:
         """Check finished samples by reading their last row back from disk; raise when too many disagree."""
@@ -180,26 +205,60 @@ class AgreementCheck:
 
         if not entries:
             return
-        rows = [self._store.last_teacher(entry["i"]) for entry in entries]
+        rows = torch.stack([self._store.last_teacher(entry["i"]) for entry in entries])
         expected = torch.tensor([entry["next_token"] for entry in entries])
-        self.agreed += int((self._head.next_tokens(torch.stack(rows)) == expected).sum())
+        self.agreed += int((self._head.logits(rows).argmax(-1) == expected).sum())
         self.checked += len(entries)
-        if self.checked >= _ENOUGH_SAMPLES:
-            self.judge()
+        self._compare(rows, expected, [entry["next_logprob"] for entry in entries])
+        self.judge(_ENOUGH_SAMPLES)
+
+    def add_prompts(self, said: dict[int, list[float]]) -> None:
+        """Check the beginnings of finished samples: `said` has the engine's log-probability of tokens 1, 2, …"""
+        for number, logprobs in said.items():
+            states, ids = self._store.load(number)
+            self._compare(states[: len(logprobs), -1], ids[1 : 1 + len(logprobs)], logprobs)
+        self.judge(_ENOUGH_SAMPLES)
+
+    def _compare(self, states: "torch.Tensor", tokens: "torch.Tensor", logprobs: list[float]) -> None:
+        import torch
+
+        ours = self._head.log_probabilities(states, tokens)
+        self._difference += float((ours - torch.tensor(logprobs)).abs().sum())
+        self.compared += len(logprobs)
 
     @property
     def ratio(self) -> float:
         """Share of checked samples that agree (1.0 before the first)."""
         return self.agreed / self.checked if self.checked else 1.0
 
-    def judge(self) -> None:
-        """Raise PreconditionError when the share is below the minimum."""
-        if self.ratio < self._minimum:
+    @property
+    def difference(self) -> float:
+        """Mean absolute difference of log-probabilities, in nats."""
+        return self._difference / self.compared if self.compared else 0.0
+
+    def figures(self) -> dict[str, Any]:
+        """Return what the manifest says of it."""
+        return {"agreement": self.ratio, "logprob_difference": round(self.difference, 6),
+                "logprobs_compared": self.compared}
+
+    def judge(self, enough: int = 1) -> None:
+        """Raise PreconditionError when `enough` is known and it is not the engine's distribution."""
+        if self.checked >= enough and self.ratio < self._minimum:
             raise PreconditionError(
                 "the captured teacher states do not give the engine's own next tokens",
                 where=self._store.files,
                 expected=f"agreement on at least {self._minimum:.0%} of the samples",
                 found=f"{self.agreed} of {self.checked} ({self.ratio:.0%})",
-                fix="check model.layers and the model folder (weights of another model?); --min-agreement lowers "
-                "the bar for models whose head is not lm_head(norm(state))",
+                fix="check model.layers and the model folder (weights of another model?); --min-agreement lowers the "
+                "bar",
+            )
+        if self.compared >= enough and not self.difference <= self._largest:
+            raise PreconditionError(
+                "the captured teacher states do not give the engine's own probabilities",
+                where=self._store.files,
+                expected=f"log-probabilities that differ by at most {self._largest} in the mean",
+                found=f"{self.difference:.3f} over {self.compared} tokens; the most likely token agrees on "
+                f"{self.agreed} of {self.checked} samples",
+                fix="check the model folder (weights of another model?); a family that scales or caps its logits, or "
+                "has another norm, has to be in eagle3/drafter/output.py: its drafter would learn wrong probabilities",
             )

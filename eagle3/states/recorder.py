@@ -8,6 +8,8 @@ because the next layer's fused norm writes into them.
 from collections.abc import Sequence
 from typing import Any
 
+_EMBEDDINGS = ("embed_tokens", "embedding", "word_embeddings", "wte")  # vLLM's gpt-oss has the second
+
 
 def decoder_layers(model: Any, count: int) -> tuple[str, Any, Any]:
     """Return (path, the decoder's ModuleList of `count` layers, the token embedding beside it).
@@ -23,8 +25,9 @@ def decoder_layers(model: Any, count: int) -> tuple[str, Any, Any]:
     }
     for name, module in sorted(lists.items(), key=lambda item: len(item[0])):
         owner = model.get_submodule(name.rpartition(".")[0])
-        if len(module) == count and hasattr(owner, "embed_tokens"):
-            return name, module, owner.embed_tokens
+        embedding = next((getattr(owner, own) for own in _EMBEDDINGS if hasattr(owner, own)), None)
+        if len(module) == count and embedding is not None:
+            return name, module, embedding
     raise LookupError(f"no decoder with {count} layers; lists found: { {n: len(m) for n, m in lists.items()} }")
 
 
@@ -35,6 +38,18 @@ def stream(output: Any) -> Any:
     if len(output) > 1 and output[1] is not None:
         return output[0] + output[1]
     return output[0].clone()
+
+
+def _positions(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """Return a copy of the positions that a vLLM layer was given, None where it has none.
+
+    Most layers take them first, gpt-oss second: they are the whole numbers among the arguments.
+    """
+    import torch
+
+    given = (value for value in (keywords.get("positions"), *arguments) if isinstance(value, torch.Tensor))
+    whole = next((value for value in given if not value.is_floating_point()), None)
+    return None if whole is None else whole.detach().clone()
 
 
 class Recorder:
@@ -65,8 +80,7 @@ class Recorder:
                 current["streams"][self.slots[index]] = value
             if last:
                 current["streams"][self.slots_last] = value
-                positions = keywords.get("positions", arguments[0] if arguments else None)
-                current["positions"] = None if positions is None else positions.detach().clone()
+                current["positions"] = _positions(arguments, keywords)
 
         return hook
 

@@ -35,6 +35,7 @@ FP8_FORM = "float8_e4m3fn; hidden_states.to(dtype) * hidden_states_scales.to(dty
 _FP8_MAX = 448.0
 # Scales keep every product a normal, finite bf16: 2^-9 (the smallest fp8) x 2^-100, and 448 x 145 x 2^112.
 _SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-100, 145 * 2.0**112
+_ROWS_A_BATCH = 1000  # as `datasets` writes
 _DATASET_FILES = ("data-00000-of-00001.arrow", "dataset_info.json", "state.json")
 
 
@@ -139,8 +140,9 @@ class Stored:
 class StateStore:
     """Reads and extends one 02_states directory."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, slots: int | None = None) -> None:
+        """Take a folder; with `slots` a file with states of another number of layers is refused when it is read."""
+        self.directory, self._slots = directory, slots
         self.index_path = directory / INDEX
         self.files = directory / HIDDEN_STATES
 
@@ -230,9 +232,13 @@ class StateStore:
         if sha256 is not None and hashlib.sha256(buffer).hexdigest() != sha256:
             raise damaged(path, "the checksum differs from the index")
         try:
-            return Stored.within(data)
+            stored = Stored.within(data)
         except Exception as error:
             raise damaged(path, error) from error
+        if self._slots is not None and stored.hidden.shape[1:-1] != (self._slots,):
+            raise damaged(path, f"states of shape {list(stored.hidden.shape)}, not [tokens, {self._slots}, hidden]: "
+                          "they are of other layers than the manifest says")
+        return stored
 
     def last_teacher(self, number: int) -> "torch.Tensor":
         """Return the teacher state [H] of a sample's last token, decoded as `load` does; only that row is read."""
@@ -264,23 +270,28 @@ class Rows(NamedTuple):
 
 def load_dataset(directory: Path) -> Rows:
     """Return the dataset of a store; PreconditionError when there is none."""
-    from datasets import load_from_disk
+    import pyarrow
 
     try:
-        dataset = load_from_disk(str(directory)).with_format("numpy")
+        with pyarrow.memory_map(str(directory / _DATASET_FILES[0])) as source:
+            table = pyarrow.ipc.open_stream(source).read_all()
+        ids, tokens, masks = (table.column(name) for name in ("id", "input_ids", "loss_mask"))
     except Exception as error:
         raise PreconditionError(
             "not a hidden-state store", where=directory, found=error, fix="run 02_extract_hidden_states.py first"
         ) from error
-    return Rows([str(i) for i in dataset["id"]], list(dataset["input_ids"]), list(dataset["loss_mask"]))
+    return Rows(ids.to_pylist(), list(tokens.to_numpy()), list(masks.to_numpy()))
 
 
 def _write_dataset(directory: Path, samples: list[Sample]) -> None:
     """Save the dataset in a temporary folder and move its files in, data before the files that name it.
 
-    The same samples give the same bytes: the fingerprint that `datasets` would draw is set to a hash.
+    The same samples give the same bytes: the fingerprint is a hash of theirs. The files are those of `save_to_disk`,
+    which would compute fingerprints as well: `datasets` pickles whatever it meets for that, and fails where packages
+    lie outside the interpreter's prefix (PicklingError: MonthDayNano).
     """
-    from datasets import Dataset, Features, Sequence, Value
+    import pyarrow
+    from datasets import DatasetInfo, Features, Sequence, Value
 
     features = Features(
         {
@@ -296,15 +307,23 @@ def _write_dataset(directory: Path, samples: list[Sample]) -> None:
         "seq_len": [len(sample.input_ids) for sample in samples],
         "id": [sample.id for sample in samples],
     }
-    dataset = Dataset.from_dict(columns, features=features)
-    dataset.set_format("torch")
-    dataset._fingerprint = files.sha256_json([sample.digest for sample in samples])[:16]
+    table = pyarrow.table(columns, schema=features.arrow_schema)
+    state: dict[str, Any] = {
+        "_data_files": [{"filename": _DATASET_FILES[0]}], "_format_type": "torch", "_format_kwargs": {},
+        "_fingerprint": files.sha256_json([sample.digest for sample in samples])[:16], "_format_columns": None,
+        "_output_all_columns": False, "_split": None,
+    }
     temporary = directory / f"{files.TEMPORARY_PREFIX}dataset"
     shutil.rmtree(temporary, ignore_errors=True)
-    dataset.save_to_disk(str(temporary), num_shards=1)
+    temporary.mkdir(parents=True)
+    with pyarrow.OSFile(str(temporary / _DATASET_FILES[0]), "wb") as sink, \
+            pyarrow.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=_ROWS_A_BATCH)
+    DatasetInfo(features=features).write_to_directory(str(temporary))
+    files.write_json(temporary / _DATASET_FILES[2], state)
     for name in _DATASET_FILES:
         with open(temporary / name, "rb+") as file:
-            os.fsync(file.fileno())
+            files.fsync(file.fileno())
         os.replace(temporary / name, directory / name)
     files.fsync_directory(directory)
     shutil.rmtree(temporary)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from eagle3.common import files
 from eagle3.common.errors import PreconditionError
 
 # Spellings in use; a tokenizer or template that has one decides which.
@@ -172,9 +173,24 @@ def load_chat(folder: Path, *, trust_remote_code: bool = False) -> Chat:
             found=str(error)[:500],
             fix="check the folder; a tokenizer that brings its own code needs --trust-remote-code",
         ) from None
+    tokenizer.chat_template = tokenizer.chat_template or _processors_template(folder)
     if not tokenizer.chat_template:
-        raise PreconditionError("the tokenizer has no chat template", where=folder, fix="add chat_template.jinja")
+        raise PreconditionError("the tokenizer has no chat template", where=folder,
+                                expected="chat_template.jinja, or one in tokenizer_config.json or chat_template.json",
+                                fix="add chat_template.jinja")
     return Chat(tokenizer, _end_ids(folder))
+
+
+def _processors_template(folder: Path) -> str | None:
+    """Return the template of chat_template.json: processors of images keep theirs there, and servers use it."""
+    path = folder / "chat_template.json"
+    if not path.is_file():
+        return None
+    found = files.read_json(path, fix="restore it, or add chat_template.jinja")
+    template = found.get("chat_template") if isinstance(found, dict) else None
+    if not isinstance(template, str):
+        raise PreconditionError("not a processor's chat template", where=path, expected='{"chat_template": "…"}')
+    return template
 
 
 def as_ids(value: Any) -> list[int]:

@@ -8,6 +8,7 @@ damage since then is found by its checksums.
 
 import contextlib
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -21,12 +22,13 @@ from eagle3.common import files, tensor_files
 from eagle3.common.errors import PreconditionError
 from eagle3.common.log import logger
 from eagle3.drafter import network as drafters
-from eagle3.drafter.checkpoint import TRAINING
+from eagle3.drafter.checkpoint import CHECKSUMS, TRAINING
 from eagle3.drafter.verifier import Verifier
 
-STATE, COUNTERS, CHECKSUMS = "trainer_state.safetensors", TRAINING, "checksums.json"
+STATE, COUNTERS = "trainer_state.safetensors", TRAINING
 # In the order in which the safetensors library lays tensors out.
 _TYPES = {torch.int64: "I64", torch.float32: "F32", torch.bfloat16: "BF16", torch.bool: "BOOL"}
+_FOLDER = re.compile(r"step_(0|[1-9][0-9]*)")  # what was copied by hand beside them is left alone
 Part = tuple[str, torch.Tensor, Callable[[], torch.Tensor]]  # name, a tensor of that shape and type, how it is made
 
 
@@ -60,7 +62,7 @@ def save(
         names = ("model.safetensors", "config.json", STATE, COUNTERS)
         for name in names:
             with open(temporary / name, "rb+") as file:
-                os.fsync(file.fileno())
+                files.fsync(file.fileno())
         files.write_json(temporary / CHECKSUMS, {name: files.sha256_file(temporary / name) for name in names})
         old = root / f"{files.TEMPORARY_PREFIX}old-{folder.name}"
         shutil.rmtree(old, ignore_errors=True)
@@ -148,6 +150,12 @@ def load(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> dict[str
     return counters
 
 
+def folders(root: Path) -> list[Path]:
+    """Return the checkpoints in `root`, the newest first: folders named step_{n}, and nothing else that lies there."""
+    found = [path for path in root.glob("step_*") if _FOLDER.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=lambda path: -int(path.name.removeprefix("step_")))
+
+
 def newest(root: Path) -> Path | None:
     """Return the newest checkpoint whose files have their checksums; damaged ones are named and passed over.
 
@@ -156,12 +164,12 @@ def newest(root: Path) -> Path | None:
     """
     for leftover in sorted(root.glob(files.TEMPORARY_PREFIX + "*"), reverse=True):  # step_n before old-step_n
         final = root / leftover.name.removeprefix(files.TEMPORARY_PREFIX).removeprefix("old-")
-        if final.name.startswith("step_") and not final.exists() and not _damage(leftover):
+        if _FOLDER.fullmatch(final.name) and not final.exists() and not _damage(leftover):
             os.rename(leftover, final)
             continue
         with contextlib.suppress(OSError):
             leftover.unlink() if leftover.is_symlink() or leftover.is_file() else shutil.rmtree(leftover)
-    found = sorted(root.glob("step_*"), key=lambda path: -int(path.name.removeprefix("step_")))
+    found = folders(root)
     for folder in found:
         damage = _damage(folder)
         if not damage:
@@ -185,17 +193,17 @@ def _damage(folder: Path) -> str:
 
 
 def point_to(root: Path, name: str, folder: Path) -> None:
-    """Make the link `root/name` (best, last) point to a checkpoint."""
-    files.replace_symlink(root / name, folder.name)
+    """Let `root/name` (best, last) lead to a checkpoint; `files.followed` returns it."""
+    files.point(root / name, folder.name)
 
 
 def prune(root: Path, keep_epoch_ends: int) -> None:
     """Remove checkpoints that nothing needs: all but best, last and the newest epoch ends."""
-    keep = {os.path.realpath(root / name) for name in ("best", "last") if (root / name).exists()}
-    folders = sorted(root.glob("step_*"), key=lambda path: -int(path.name.removeprefix("step_")))
-    epoch_ends = [path for path in folders if _is_epoch_end(path)]
+    keep = {os.path.realpath(files.followed(root / name)) for name in ("best", "last")}
+    found = folders(root)
+    epoch_ends = [path for path in found if _is_epoch_end(path)]
     keep |= {os.path.realpath(path) for path in epoch_ends[:keep_epoch_ends]}
-    for folder in folders:
+    for folder in found:
         if os.path.realpath(folder) not in keep:
             doomed = root / f"{files.TEMPORARY_PREFIX}old-{folder.name}"
             os.rename(folder, doomed)  # a half-removed folder must not look like a checkpoint

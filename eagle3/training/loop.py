@@ -176,8 +176,8 @@ class Loop:
     def complete(self, training_samples: int) -> None:
         """Write the manifest of a finished run."""
         best = self.counters["best"]
-        outputs = {"best": self.root / "best" / "model.safetensors", "last": self.root / "last" / "model.safetensors",
-                   "metrics": self.metrics}
+        outputs = {name: files.followed(self.root / name) / "model.safetensors" for name in ("best", "last")}
+        outputs["metrics"] = self.metrics
         self.stage.complete(
             counts={"expected": self.schedule.total_steps, "done": self.counters["step"],
                     "training_samples": training_samples, "validation_samples": len(self.held_out)},

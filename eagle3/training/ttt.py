@@ -62,7 +62,8 @@ def logits_by_step(model: Any, batch: Batch, steps: int) -> Iterator[torch.Tenso
 def teacher_logits(model: Any, batch: Batch) -> torch.Tensor:
     """Return the verifier's logits [S, D] over the draft vocabulary at the supervised positions."""
     with torch.no_grad():
-        fused, norm = _fused(batch.teacher), model.verifier_norm
+        norm = model.verifier_norm  # of RMS, but for verifiers that have another
+        fused = _fused(batch.teacher) if hasattr(norm, "variance_epsilon") else None
         normed = fused.norm(batch.teacher, norm) if fused else norm(batch.teacher)
         return model.verifier_lm_head(normed)  # type: ignore[no-any-return]
 

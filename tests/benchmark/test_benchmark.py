@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 from support.fake_engine import install
 from support.pages import block_matplotlib
+from support.project import ROOT
 
 from eagle3.benchmark import measurements, plan, prediction
 from eagle3.common import files
@@ -19,7 +20,6 @@ from eagle3.common.options import BenchmarkOptions, EngineOptions
 from eagle3.engines import launch
 from eagle3.training.acceptance import Acceptance
 
-ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = 6
 
 
@@ -109,6 +109,12 @@ def test_server_that_dies_midway_and_resume(bench):
     failed = bench.run("--concurrency", "1", "2", FAKE_MODE="die")
     assert failed.returncode == 3 and "Segmentation fault in fake kernel" in failed.stderr
     assert bench.manifest()["status"] == "failed" and not (bench.out / "results.json").exists()
+    measured = sorted(path.stem for path in (bench.out / "runs").glob("*.json"))
+    resumed = bench.run("--concurrency", "1", "2")
+    assert resumed.returncode == 0, resumed.stderr
+    assert all(f"{name} is measured already" in resumed.stderr for name in measured)
+    assert [run["name"] for run in bench.results()["runs"]] == ["baseline_c1", "baseline_c2", "drafter-3_c1",
+                                                               "drafter-3_c2"]
 
 
 def test_finished_measurements_survive_a_kill(bench):
@@ -255,10 +261,10 @@ def test_states_for_the_prediction_come_from_a_vllm():
 def test_a_margin_is_noise_when_rounding_could_have_turned_it(tiny_model):
     import torch
 
-    from eagle3.drafter import verifier
+    from eagle3.drafter import teacher, verifier
 
     facts = verifier.read(tiny_model)
-    head = verifier.TeacherHead(facts)
+    head = teacher.TeacherHead(facts)
     state = torch.randn(facts.hidden_size, generator=torch.Generator().manual_seed(0))
     normed = head.normed(state[None])[0]
     logits = normed @ head.rows(list(range(facts.vocab_size))).T

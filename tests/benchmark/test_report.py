@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 from support.pages import HOSTILE, SHOWN, block_matplotlib, hides, hostile, is_harmless, tables_scroll
+from support.project import ROOT
 
 from eagle3 import report as report_command
 from eagle3.benchmark import report
 from eagle3.common import files, pages
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def hand_made_results():

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from support.fake_engine import install
 from support.pipeline import change_config, change_tensors, write_export
+from support.project import ROOT
 
 from eagle3 import doctor
 from eagle3.checks import drafter_checks, machine_checks, model_checks
@@ -27,7 +28,6 @@ from eagle3.doctor import DoctorOptions
 from eagle3.engines import fatbin, installed
 from eagle3.engines.installed import Torch
 
-ROOT = Path(__file__).resolve().parents[2]
 H200 = "0, NVIDIA H200, 143771, 12, 580.1, 9.0, GPU-a0"
 SECOND = "1, NVIDIA H200, 143771, 12, 580.1, 9.0, GPU-b1"
 

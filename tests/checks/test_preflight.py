@@ -10,7 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 from support.fake_engine import install
-from support.pipeline import ROOT, change_tensors, manifest, run_stage, write_export, write_traces
+from support.pipeline import change_tensors, manifest, run_stage, write_export, write_traces
+from support.project import ROOT
 
 from eagle3.checks import preflight
 from eagle3.checks.subject import Subject

@@ -7,15 +7,13 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+from support.project import ROOT
 
 from eagle3.common import config, files, log
 from eagle3.common.errors import PreconditionError, UsageError
 from eagle3.common.options import ExtractOptions, GenerateOptions, TrainOptions
-
-ROOT = Path(__file__).resolve().parents[2]
 
 # --- options ----------------------------------------------------------------------------------------------
 

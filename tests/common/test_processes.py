@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
+from support.project import ROOT
 
 from eagle3.common.processes import Child
 
-ROOT = Path(__file__).resolve().parents[2]
 # A server with a worker, as engines have: the worker's and the leader's process ids go into a file.
 SERVER = "sleep 300 & echo $! $$ > {pids}.new; mv {pids}.new {pids}; wait"
 STUBBORN = "trap '' TERM; " + SERVER.replace("wait", "while :; do sleep 1; done")

@@ -7,13 +7,12 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
+from support.project import ROOT
 
 from eagle3.common import lock
 
-ROOT = Path(__file__).resolve().parents[2]
 HOLDER = (
     "import sys, time\nfrom pathlib import Path\nfrom eagle3.common.lock import DirectoryLock\n"
     "lock = DirectoryLock(Path(sys.argv[1]))\nprint('held', flush=True)\ntime.sleep(300)\n"

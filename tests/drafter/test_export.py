@@ -21,10 +21,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.fake_engine import install
-from support.pipeline import manifest, run_stage
+from support.pipeline import ROOT, manifest, run_stage
 
-from eagle3.common import files, findings, tensor_files
+from eagle3.common import config, files, findings, tensor_files
 from eagle3.common.errors import PreconditionError
+from eagle3.common.options import ExportOptions
+from eagle3.common.stage import Stage
 from eagle3.common.versions import numbers
 from eagle3.drafter import checkpoint, export_checks, export_files, flat_config, network, verifier, vocab
 from eagle3.training import checkpoints
@@ -52,9 +54,10 @@ def trained(facts, tmp_path_factory):
     step.mkdir(parents=True)
     save_file(checkpoints.served_tensors(model), step / tensor_files.SINGLE, metadata={"format": "pt"})
     files.write_json(step / "config.json", network.served_config(model, facts))
-    (step / "checksums.json").write_text("{}")
-    (step.parent / "best").symlink_to("step_1")
     files.write_json(step / "trainer.json", {"step": 1, "layers": LAYERS})
+    names = (tensor_files.SINGLE, "config.json", "trainer.json")
+    files.write_json(step / "checksums.json", {name: files.sha256_file(step / name) for name in names})
+    (step.parent / "best").symlink_to("step_1")
     return run_dir
 
 
@@ -227,6 +230,99 @@ def test_shards_become_one_file_or_stay_shards_in_place(tiny_model, published, t
     assert len(list(published.glob("model-*.safetensors"))) == 3 and (published / f"{tensor_files.INDEX}.bak").exists()
 
 
+# --- what was written, and what it was made of -----------------------------------------------------------
+
+
+def flip(path, offset=-100):
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", [tensor_files.SINGLE, "config.json", "trainer.json", "checksums.json"])
+def test_a_checkpoint_that_is_not_what_training_wrote_is_refused(trained, tiny_model, tmp_path, name):
+    folder = shutil.copytree(trained / "04_train" / "checkpoints" / "best", tmp_path / "step_1")
+    flip(folder / name, -10)
+    refused = export(tmp_path / "run", tiny_model, "--checkpoint", folder, check=3)
+    assert str(folder / name) in refused.stderr or "is not what its stage wrote" in refused.stderr
+    assert "Traceback" not in refused.stderr and "04_train.py" in refused.stderr and "fix:" in refused.stderr
+    files.write_json(folder / "checksums.json", {})
+    refused = export(tmp_path / "run", tiny_model, "--checkpoint", folder, check=3)
+    assert "not whole" in refused.stderr and "Traceback" not in refused.stderr
+
+
+def test_an_export_that_is_not_what_05_wrote_is_made_again_and_refused_by_06(trained, tiny_model, tmp_path):
+    out = tmp_path / "05_export"
+    export(trained, tiny_model, "--out", out)
+    weights = out / "vllm" / tensor_files.SINGLE
+    whole = weights.read_bytes()
+    flip(weights)
+    for given in (("--drafter", out / "vllm"), ()):
+        refused = run_stage("06_benchmark.py", "--run-dir", tmp_path, "--model", tiny_model, "--prompts",
+                            ROOT / "prompts" / "benchmark.jsonl", *given, "--dry-run", check=3).stderr
+        assert str(weights) in refused and "SHA-256" in refused and "05_fix_weight_keys.py" in refused
+    again = export(trained, tiny_model, "--out", out)
+    assert "making it again" in again.stderr and weights.read_bytes() == whole
+
+
+def written_wrong(monkeypatch, tiny_model, trained, tmp_path, spoil):
+    """Run stage 05 in this process, with its files changed as soon as they are written; return the error."""
+    from eagle3.drafter import export_files
+
+    specification = importlib.util.spec_from_file_location("export_script", ROOT / "05_fix_weight_keys.py")
+    script = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(script)
+    real = export_files.write
+
+    def write(subject_, target, *more):
+        made = real(subject_, target, *more)
+        spoil(target)
+        return made
+
+    monkeypatch.setattr(export_files, "write", write)
+    argv = ["05_fix_weight_keys.py", *map(str, ("--run-dir", trained, "--model", tiny_model, "--out", tmp_path / "o"))]
+    options = config.parse(ExportOptions, argv[1:], "")
+    stage = Stage("05_fix_weight_keys", options, argv)
+    try:
+        with pytest.raises(PreconditionError) as caught:
+            script.run(options, stage)
+    finally:
+        stage.release()
+    assert manifest(tmp_path / "o")["status"] != "complete"
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("spoil", "words"), [
+    ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_theta": 1e6}, "position 2047"),
+    ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "RoPE per layer type"),
+    ({"rope_scaling": {"rope_type": "yarn"}}, "KeyError"),  # transformers' own word
+    ({"eagle_config": {IDS: [3, 4, 5]}}, "eagle_config: [3, 4, 5]"),
+    ({IDS: [2, 4, 6]}, "[2, 4, 6]"),
+    ({"max_position_embeddings": 4}, "max_position_embeddings 4"),
+    ({"norm_before_residual": True}, "norm-flags-match-training"),
+    ({"intermediate_size": 64}, "shapes-fit-the-config"),
+    ({"num_key_value_heads": 2}, "shapes-fit-the-config"),
+    ({"rms_norm_eps": 0.5}, "rms_norm_eps 0.5"),
+    ({"hidden_size": "64"}, "hidden_size: '64'"),
+], ids=lambda value: "" if isinstance(value, str) else "-".join(value))
+def test_what_is_checked_is_what_was_written(trained, tiny_model, tmp_path, monkeypatch, spoil, words):
+    error = written_wrong(monkeypatch, tiny_model, trained, tmp_path, lambda target: change_config(target, spoil))
+    assert words in error and str(tmp_path / "o" / "vllm") in error
+
+
+def change_config(folder, values):
+    files.write_json(folder / "config.json", files.read_json(folder / "config.json") | values)
+
+
+def test_what_was_written_has_the_tensors_that_were_to_be_shipped(trained, tiny_model, tmp_path, monkeypatch):
+    def cast(target):
+        change(target, tensors=lambda t: {name: each.float() if each.is_floating_point() else each
+                                          for name, each in t.items()})
+
+    error = written_wrong(monkeypatch, tiny_model, trained, tmp_path, cast)
+    assert "tensors-as-planned" in error and "BF16" in error
+
+
 # --- files ------------------------------------------------------------------------------------------------
 
 
@@ -389,6 +485,38 @@ def random_embedding(tensors):
     tensors["embed_tokens.weight"] = torch.randn(len(tensors["t2d"]), 64)
 
 
+# Values with an effect that an export does not carry over.
+LOST = [
+    ({"sliding_window": 512, "use_sliding_window": True}, "sliding_window: attention within a window"),
+    ({"sliding_window": 512}, "sliding_window: attention within a window"),
+    ({"sliding_window": 512, "layer_types": ["sliding_attention"]}, "layer_types"),
+    ({"attention_bias": True}, "biases of attention"), ({"mlp_bias": True}, "biases of the MLP"),
+    ({"hidden_act": "gelu"}, "another activation"), ({"logits_scaling": 8.0}, "scaled states or logits"),
+    ({"final_logit_softcapping": 30.0}, "capped logits"), ({"partial_rotary_factor": 0.5}, "a part of each head"),
+    ({"attention_multiplier": 0.5}, "another scale of attention"),
+    ({"eagle_config": {"use_last_layernorm": False}}, "eagle_config.use_last_layernorm: no norm before the head"),
+    ({"eagle_config": {"parallel_draft_step": 4}}, "eagle_config.parallel_draft_step: several tokens a step"),
+]
+# The same keys where they do nothing, as published configurations have them.
+NOTHING_LOST = [
+    {"sliding_window": 131072, "use_sliding_window": False, "max_window_layers": 28},
+    {"sliding_window": None, "use_sliding_window": True}, {"sliding_window": 2048}, {"sliding_window": 0},
+    {"attention_bias": False, "mlp_bias": False, "attention_dropout": 0.1, "pretraining_tp": 4, "hidden_act": "silu"},
+    {"quantization_config": None, "compression_config": {}}, {"layer_types": ["full_attention"]},
+    {"logits_scaling": 1.0, "embedding_multiplier": 1, "attention_multiplier": 32 ** -0.5},
+    {"final_logit_softcapping": None, "attn_logit_softcapping": 0.0, "partial_rotary_factor": 1.0},
+    {"temperature": 0.7, "top_p": 0.9, "num_beams": 4, "use_cache": False, "id2label": {"0": "a"}},
+    {"eagle_config": {"use_aux_hidden_state": True, IDS: [2, 4, 5], "use_last_layernorm": True, "next_layer_regular":
+                      True, "use_mtp_layernorm": False, "parallel_draft_step": 1}},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4]}},
+    {"original_max_position_embeddings": 1024},
+]
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 512}
+READ_OTHERWISE = [
+    (_YARN | {"attention_factor": 1.5}, {"engine": "sglang", "version": "0.5.17"}, "scaled by"),
+    (_YARN | {"mscale": 0.7, "mscale_all_dim": 1.0}, {"engine": "sglang", "version": "0.5.12"}, "scaled by"),
+    ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, {"engine": "sglang", "version": "0.5.17"}, "part at"),
+]
 KILLERS = [
     ("keys-in-one-spelling", {"tensors": mixed}, {}, "mixes midlayer. and layers.0."),
     ("keys-in-one-spelling", {"tensors": lambda t: t | {"model.norm.weight": torch.ones(64)}}, {}, "model.norm.weight"),
@@ -406,6 +534,17 @@ KILLERS = [
     ("architecture-known", {"config": {"num_hidden_layers": 2}}, {}, "2 layers"),
     ("belongs-to-the-verifier", {"config": {"vocab_size": 99}}, {}, "another verifier"),
     ("config-understood", {"config": {"quantization_config": {"bits": 4}}}, {}, "quantization_config"),
+    *[("config-understood", {"config": config}, {}, words) for config, words in LOST],
+    ("auxiliary-states-counted", {"config": {"eagle_config": {"use_aux_hidden_state": False}}}, {},
+     "reads no auxiliary states"),
+    ("auxiliary-states-counted", {"config": {IDS: [2, 3, 4, 5]}, "drop": ("num_aux_hidden_states",)}, {},
+     "ids 4, width of fc (192 of 64) 3"),
+    ("auxiliary-states-counted", {"config": {"num_aux_hidden_states": 4}}, {}, "num_aux_hidden_states 4"),
+    ("auxiliary-states-counted", {"tensors": lambda t: t | {"fc.weight": torch.zeros(64, 64)},
+     "drop": (IDS, "num_aux_hidden_states")}, {}, "width of fc (64 of 64) 1"),
+    ("auxiliary-states-counted", {"tensors": lambda t: t | {"fc.weight": torch.zeros(64, 200)}}, {}, "3.125"),
+    ("weights-are-plain-numbers", {"tensors": lambda t: t | {"lm_head.weight": t["lm_head.weight"].to(
+        torch.float8_e4m3fn)}}, {}, "lm_head.weight F8_E4M3"),
     ("ids-known", {"config": {"eagle_config": {IDS: [2, 4, 5]}}, "drop": (IDS,)}, {}, "engines number differently"),
     ("ids-agree", {}, {"given_ids": [3, 4, 5]}, "config.json: [2, 4, 5]"),
     ("ids-agree", {"config": {"eagle_config": {IDS: [3, 4, 6]}}}, {}, "eagle_config: [3, 4, 6]"),
@@ -423,6 +562,11 @@ KILLERS = [
     ("rope-spellings-agree", {"config": {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}}, {}, "yarn"),
     ("rope-as-trained", {"config": {"rope_theta": 5e5, "rope_parameters": {"rope_theta": 5e5}}},
      {"trained_here": True}, "500000.0"),
+    ("rope-spellings-agree", {"config": {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}}, {},
+     "RoPE per layer type"),
+    *[("rope-as-the-engine-reads-it", {"config": {"rope_parameters": scaling, "rope_theta": 1e4,
+                                                  "rope_scaling": scaling}}, engine, words)
+      for scaling, engine, words in READ_OTHERWISE],
     ("positions-cover-serving", {"config": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}},
      {"serving_length": 1 << 20}, "RoPE that depends on it"),
     ("engine-serves-the-verifier", {}, {"engine": "sglang", "version": "0.5.9",
@@ -450,6 +594,28 @@ def test_a_silent_killer_fails_its_check(published, facts, name, damage, circums
     assert words in found[name].line() and found[name].reason and found[name].expected and found[name].fix
     with pytest.raises(PreconditionError, match=name):
         findings.require(list(found.values()), published)
+
+
+@pytest.mark.parametrize("config", NOTHING_LOST, ids=lambda config: "-".join(config))
+def test_a_key_that_does_nothing_is_no_fault(published, facts, config):
+    change(published, config=config)
+    found = {each.name: each for each in export_checks.run(subject(published, facts))}
+    assert {name: each.line() for name, each in found.items() if each.status != findings.OK} == {}
+
+
+@pytest.mark.parametrize(("scaling", "version"), [(_YARN, "0.5.12"), (_YARN | {"attention_factor": 1.5}, None),
+                                                 (_YARN | {"mscale": 0.7, "mscale_all_dim": 1.0}, "0.5.23")])
+def test_scaled_rope_that_an_engine_reads_is_no_fault(published, facts, scaling, version):
+    change(published, config={"rope_parameters": scaling, "rope_scaling": scaling})
+    engine = {"engine": "sglang", "version": version} if version else {}
+    found = {each.name: each for each in export_checks.run(subject(published, facts, **engine))}
+    assert found["rope-as-the-engine-reads-it"].status == found["rope-spellings-agree"].status == findings.OK
+
+
+def test_unknown_keys_and_switches_are_named(published, facts):
+    change(published, config={"surprise": [1], "eagle_config": {"new_switch": 2, IDS: [2, 4, 5]}, "off": False})
+    found = export_checks.finding_of(export_checks.config_understood, subject(published, facts))
+    assert (found.status, found.found) == (findings.WARN, "eagle_config.new_switch, surprise")
 
 
 def test_every_check_can_fail_or_warn():

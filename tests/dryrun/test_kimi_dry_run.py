@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import yaml
 from support import kimi_files
+from support.project import ROOT
 
 from eagle3.common import config, options
 from eagle3.drafter import flat_config, verifier
 from eagle3.dryrun import estimates
 
-ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs" / "kimi-k2.5.yaml"
 SCRIPTS = sorted(path.name for path in ROOT.glob("0*.py"))
 PLAN = "only a plan"

@@ -11,13 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 from support.fake_engine import install
+from support.project import ROOT
 
 from eagle3.common.errors import Interrupted, PreconditionError
 from eagle3.common.options import EngineOptions
 from eagle3.engines import counters, defaults, installed, launch, servers
 from eagle3.engines.counters import Counters
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture

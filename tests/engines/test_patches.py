@@ -8,18 +8,16 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
-import zipfile
-from pathlib import Path
 
 import pytest
+from support.project import ROOT
+from support.released_engine import released
 
 from eagle3 import patches
 from eagle3.common import files
 from eagle3.common.errors import PreconditionError
 from eagle3.engines import lookup, patch_files, patching
 
-ROOT = Path(__file__).resolve().parents[2]
 A, B, C = "vllm/config/a.py", "vllm/models/b.py", "vllm/models/c.py"
 RELEASED = {A: "one\ntwo\nthree\n", B: "x = 1\ny = 2\n", C: "last line without its newline"}
 CHANGED = {A: "one\n2\nthree\nfour\n", B: "x = 1\ny = 2\nz = 3\n", C: "first\nlast line without its newline"}
@@ -347,27 +345,6 @@ def test_sglang_gates(version, fixes):
     found = [gate["fix"] for gate in patch_files.gates("sglang", version)]
     assert len(found) == len(fixes)
     assert all(any(word in fix for fix in found) for word in fixes)
-
-
-def released(engine, version):
-    """Return a folder with the released files that the patches touch, out of the wheel on the package index.
-
-    Only these files are kept, in the user's cache, so that the wheels (up to 57 MB) are fetched once.
-    """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eagle3-tests"
-    known = patch_files.known_hashes(engine)[version]
-    folder = cache / f"{engine}-{version}"
-    if not all((folder / path).is_file() and files.sha256_file(folder / path) == known[path]["original"]
-               for path in known):
-        name = lookup.DISTRIBUTIONS[engine][-1]
-        with tempfile.TemporaryDirectory() as download:
-            command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "-d", download]
-            fetched = subprocess.run([*command, f"{name}=={version}"], capture_output=True, text=True)
-            assert fetched.returncode == 0, f"no wheel to test against: {fetched.stderr[-1000:]}"
-            with zipfile.ZipFile(next(Path(download).glob("*.whl"))) as wheel:
-                for path in known:
-                    files.write_bytes(folder / path, wheel.read(path))
-    return folder
 
 
 # Needs the package index once; it fails without one rather than skip, since the set-up needs the index as well.

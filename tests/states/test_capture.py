@@ -30,6 +30,14 @@ def test_the_hooks_see_the_streams_that_the_layers_convention_names(tiny_model):
     assert torch.allclose(model.lm_head(model.model.norm(streams[3])), output.logits)
 
 
+def test_positions_are_found_wherever_a_layer_takes_them():
+    states, places = torch.zeros(3, 4), torch.arange(3)
+    for arguments, keywords in (((places, states, None), {}), ((states, places, None), {}),
+                                ((states,), {"positions": places})):
+        assert torch.equal(recorder._positions(arguments, keywords), places)
+    assert recorder._positions((states,), {}) is None
+
+
 def passes_of(*pieces):
     """Build recorder passes out of (ids, start) pieces; the state of a token is its id."""
     tokens = [token for ids, _ in pieces for token in ids]
@@ -197,13 +205,13 @@ def test_states_of_another_layer_fail_the_agreement_check(captured, tiny_model, 
     store = StateStore(states)
     entries = list(store.index().values())
     facts = verifier.read(tiny_model)
-    good = AgreementCheck(facts, store, 0.9)
+    good = AgreementCheck(facts, store, 0.9, "float32", "float32")
     good.add(entries)
     good.judge()
     for entry in entries:
         hidden, ids = store.load(entry["i"])
         save_file({"hidden_states": hidden[:, [0, 1, 3, 2]].contiguous(), "token_ids": ids}, store.path(entry["i"]))
-    shifted = AgreementCheck(facts, store, 0.9)
+    shifted = AgreementCheck(facts, store, 0.9, "float32", "float32")
     shifted.add(entries)
     with pytest.raises(PreconditionError, match="own next tokens"):
         shifted.judge()

@@ -8,7 +8,8 @@ import torch
 from hs_connectors import fp8_utils
 from safetensors.torch import load_file, save_file
 from support import kimi_files
-from support.pipeline import LAYERS, ROOT, kill_at_random_moments, manifest, run_stage, tree, write_traces
+from support.pipeline import LAYERS, kill_at_random_moments, manifest, run_stage, tree, write_traces
+from support.project import ROOT
 
 from eagle3.common import tensor_files
 from eagle3.common.errors import PreconditionError

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from eagle3.common import files
 from eagle3.traces import trace_rows
+from support.project import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 LAYERS = "2 4 5 7"
 
 

@@ -1,6 +1,8 @@
 """Templates and token ids: think blocks, BOS, end tokens, and what is supervised."""
 
 import copy
+import json
+import shutil
 
 import pytest
 
@@ -131,3 +133,19 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path):
     with pytest.raises(PreconditionError, match="the tokenizer does not load") as caught:
         load_chat(tmp_path)
     assert str(tmp_path) in str(caught.value)
+
+
+def test_a_template_of_a_processor_is_the_models(tiny_model, tmp_path):
+    """Case 54: models for images keep it in chat_template.json, and servers take it from there."""
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    template = folder / "chat_template.jinja"
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": template.read_text()}))
+    template.unlink()
+    messages = [{"role": "user", "content": "why?"}]
+    assert load_chat(folder).prompt_ids(messages, []) == load_chat(tiny_model).prompt_ids(messages, [])
+    (folder / "chat_template.json").write_text('["a"]')
+    with pytest.raises(PreconditionError, match=r"chat_template\.json"):
+        load_chat(folder)
+    (folder / "chat_template.json").unlink()
+    with pytest.raises(PreconditionError, match="no chat template"):
+        load_chat(folder)

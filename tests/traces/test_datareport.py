@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 from support.pages import SHOWN, hides, hostile, is_harmless, tables_scroll
+from support.project import ROOT
 
 from eagle3 import datareport
 from eagle3.common import files, pages
 from eagle3.common.errors import PreconditionError
 from eagle3.traces import data_report, trace_rows, trace_statistics
 
-ROOT = Path(__file__).resolve().parents[2]
 CLOSING, END = 7, 2
 
 

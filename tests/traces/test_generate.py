@@ -1,6 +1,5 @@
 """Stage 01 against a stub server: replies, resume, faults, kills."""
 
-import importlib.util
 import json
 import os
 import random
@@ -12,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.project import ROOT, load_script
 from support.stub_server import Stub, answer_to
 
 from eagle3.common import files
@@ -20,17 +20,13 @@ from eagle3.common.options import GenerateOptions
 from eagle3.common.script import run_script
 from eagle3.traces import trace_rows
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "01_generate_synthetic.py"
 FAST_RETRY = {"retry-after-ms": "10"}
 
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("generate_synthetic", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("01_generate_synthetic")
 
 
 @pytest.fixture

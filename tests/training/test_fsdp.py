@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.pipeline import ROOT
+from support.project import ROOT
 
 from eagle3.common.options import TrainSection
 from eagle3.drafter import network, verifier, vocab

@@ -10,7 +10,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from support.pipeline import LAYERS, ROOT, kill_at_random_moments, manifest, run_stage, tree
+from support.pipeline import LAYERS, kill_at_random_moments, manifest, run_stage, tree
+from support.project import ROOT
 
 from eagle3.common import files
 from eagle3.common.errors import PreconditionError

@@ -13,7 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.pipeline import LAYERS, ROOT, manifest, run_stage, tree
+from support.pipeline import LAYERS, manifest, run_stage, tree
+from support.project import ROOT
 
 from eagle3.common import files, workers
 from eagle3.common.errors import Interrupted, PreconditionError

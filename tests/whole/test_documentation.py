@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.project import ROOT
 
 from eagle3.checks.causes import CAUSES, ENGINE_SIDE
 from eagle3.common import config, options
 from eagle3.doctor import DoctorOptions
 
-ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = {
     "01_generate_synthetic.py": options.GenerateOptions,
     "02_extract_hidden_states.py": options.ExtractOptions,

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from support.pipeline import ROOT, manifest, run_stage
+from support.pipeline import manifest, run_stage
+from support.project import ROOT
 
 from eagle3.common import files
 from eagle3.states.store import StateStore

@@ -7,14 +7,14 @@ whose keys an old SGLang skips; an embedding that nobody trained; layer ids off 
 import json
 import shutil
 import signal
-from importlib import util
 from pathlib import Path
 
 import pytest
 from support.fake_engine import install
-from support.pipeline import ROOT, change_config, change_tensors, run_stage, write_export
+from support.pipeline import change_config, change_tensors, run_stage, write_export
+from support.project import ROOT, load_script
+from support.released_engine import released
 from support.stub_server import Stub
-from test_patches import released
 
 from eagle3 import patches
 from eagle3.common import files
@@ -90,9 +90,7 @@ def benchmark_here(tmp_path, monkeypatch):
     """Run stage 06 in this process, where the patches may be others than those of the project."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    spec = util.spec_from_file_location("benchmark_stage", ROOT / "06_benchmark.py")
-    module = util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_script("06_benchmark")
 
     def run(model, drafter, python, *more):
         argv = ["06_benchmark.py", "--run-dir", tmp_path / "run", "--model", model, "--drafter", drafter, "--prompts",

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.project import ROOT
 
 from eagle3.common.stage import STAGES
 
-ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "eagle3"
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in sorted(PACKAGE.rglob("*.py"))
            if path.name != "__init__.py"}

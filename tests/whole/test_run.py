@@ -6,11 +6,10 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+from support.project import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ("01_generate_synthetic", "02_extract_hidden_states", "03_build_vocab_mapping", "04_train",
            "05_fix_weight_keys", "06_benchmark")
 TOY = """import os, signal, sys, time

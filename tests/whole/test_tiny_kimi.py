@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.pipeline import ROOT
+from support.project import ROOT
 
 from tiny_kimi import model, tokenizer
 from tiny_kimi.tasks import KINDS, is_held_out, tasks
