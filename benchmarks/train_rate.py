@@ -16,6 +16,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,6 @@ from eagle3.drafter.network import _empty_model, layer_shape
 from eagle3.drafter.verifier import Verifier
 from eagle3.states.store import StateStore, Stored
 from eagle3.training import batches
-from eagle3.training.sharding import Objective, clip
 from eagle3.training.trainer import Processes, Trainer
 
 KIMI = {"num_attention_heads": 64, "intermediate_size": 18432, "rope_theta": 50000.0}
@@ -70,14 +70,15 @@ def measure(given: argparse.Namespace, processes: Processes) -> None:
     print(f"ready after {time.monotonic() - started:.1f} s: {sum(p.numel() for p in model.parameters()) / 1e6:,.0f} M "
           f"parameters, {sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6:,.0f} M trained")
     batch = random_batch(given, processes.device)
-    objective, optimizer = trainer._objective, trainer.optimizer
-    figures = [step(objective, optimizer, batch, given.ttt_steps) for _ in range(given.steps + 2)]
-    names = ("forward", "backward", "optimizer", "whole step")
-    means = [1000 * sum(column) / given.steps for column in zip(*figures[2:], strict=True)]
-    rates = (1000 * processes.world * tokens / means[-1] for tokens in (given.tokens, batch.supervised))
+    total = batch.supervised * processes.world
+    first = timed(lambda: trainer.step([batch], total, 1e-5))
+    whole = timed(lambda: trainer.step([batch], total, 1e-5), given.steps)
+    parts = zip(*(parts_of(trainer, batch, total) for _ in range(given.steps)), strict=True)
+    rates = (processes.world * tokens / whole for tokens in (given.tokens, batch.supervised))
     if processes.rank == 0:
-        print(f"first step {figures[0][-1]:.2f} s; then " + ", ".join(
-            f"{name} {mean:.0f} ms" for name, mean in zip(names, means, strict=True)))
+        print(f"first step {first:.2f} s; then {1000 * whole:.0f} ms a step; waiting for each part, " + ", ".join(
+            f"{name} {1000 * sum(part) / given.steps:.0f} ms"
+            for name, part in zip(("forward", "backward", "optimizer"), parts, strict=True)))
         print("{:,.0f} tokens/s, {:,.0f} supervised tokens/s, ".format(*rates) + f"peak memory "
               f"{torch.cuda.max_memory_allocated() / 1e9:.1f} GB, {processes.world} x {torch.cuda.get_device_name()}, "
               f"torch {torch.__version__}", flush=True)
@@ -162,23 +163,28 @@ def random_batch(given: argparse.Namespace, device: torch.device) -> batches.Bat
     return batches.collate(Store(), members, given.tokens, given.ttt_steps, False, device)  # type: ignore[arg-type]
 
 
-def step(
-    objective: Objective, optimizer: torch.optim.Optimizer, batch: batches.Batch, ttt_steps: int
-) -> tuple[float, ...]:
-    """Do one optimizer step; return seconds of forward, backward, optimizer, and all."""
-    from speculators.losses import resolve_loss_config
+def timed(act: Callable[[], Any], times: int = 1) -> float:
+    """Return the mean seconds of what is done `times` times, three of them done before."""
+    for _ in range(3 if times > 1 else 0):
+        act()
+    started = _now()
+    for _ in range(times):
+        act()
+    return (_now() - started) / times
 
+
+def parts_of(trainer: Trainer, batch: batches.Batch, total: int) -> tuple[float, float, float]:
+    """Do one optimizer step; return seconds of forward, backward and optimizer, each waited for."""
+    trainer.optimizer.zero_grad(set_to_none=True)
     times = [_now()]
-    optimizer.zero_grad(set_to_none=True)
-    with torch.autocast("cuda", torch.bfloat16):
-        loss = objective(batch, ttt_steps, resolve_loss_config("kl_div", "eager")).sum() / batch.supervised
+    loss = trainer._losses(batch, last=True).sum() / total
     times.append(_now())
-    loss.backward()
+    (loss * trainer.processes.world).backward()
     times.append(_now())
-    clip((p for p in objective.parameters() if p.requires_grad), 1.0)
-    optimizer.step()
+    trainer._update(loss.detach())
     times.append(_now())
-    return (*(b - a for a, b in zip(times, times[1:], strict=False)), times[-1] - times[0])
+    forward, backward, optimizer = (b - a for a, b in zip(times, times[1:], strict=False))
+    return forward, backward, optimizer
 
 
 def _now() -> float:

@@ -1,34 +1,42 @@
 """Fused GPU kernels of a training step: one pass over memory where torch makes a dozen.
 
 A drafter of one layer spends a third of its step in such passes (norms, RoPE, the loss, the diagonals of attention).
-Every function here has its plain form in ttt.py, which says what is computed; CPUs and float32 use that.
+fused.py puts them together with the matrix products; the plain form of all of it is ttt.py, which CPUs and float32 use.
 They compute in float32 and round once. Sums are taken in a fixed order: the same input gives the same bits.
 """
-
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 _HEADS = 16  # heads that one program works on
+_BLOCK = 4096  # elements of a row that one program works on at a time
 
 
 @triton.jit
-def _norm_forward(x, weight, out, inverses, hidden, eps, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _norm_forward(  # type: ignore[no-untyped-def]
+    x, source, delta, total, weight, out, place, inverses, hidden, out_stride, eps, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < hidden
-    values = tl.load(x + row * hidden + columns, mask=inside, other=0.0).to(tl.float32)
+    start = row if source is None else tl.load(source + row)
+    values = tl.load(x + start * hidden + columns, mask=inside, other=0.0).to(tl.float32)
+    if delta is not None:
+        values += tl.load(delta + row * hidden + columns, mask=inside, other=0.0).to(tl.float32)
+        rounded = values.to(total.dtype.element_ty)
+        tl.store(total + row * hidden + columns, rounded, mask=inside)
+        values = rounded.to(tl.float32)
     weights = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     inverse = tl.rsqrt(tl.sum(values * values, 0) / hidden + eps)
-    tl.store(out + row * hidden + columns, values * inverse * weights, mask=inside)
     tl.store(inverses + row, inverse)
+    to = row if place is None else tl.load(place + row)
+    tl.store(out + to * out_stride + columns, values * inverse * weights, mask=inside & (to >= 0))
 
 
 @triton.jit
 def _norm_backward(  # type: ignore[no-untyped-def]
-    gradient, x, weight, inverses, dx, dweight, rows, hidden, BLOCK: tl.constexpr
+    gradient, place, x, source, passed, weight, inverses, dx, dweight, rows, hidden, stride, BLOCK: tl.constexpr
 ):
     program, programs, columns = tl.program_id(0).to(tl.int64), tl.num_programs(0), tl.arange(0, BLOCK)
     inside = columns < hidden
@@ -36,227 +44,242 @@ def _norm_backward(  # type: ignore[no-untyped-def]
     shares = tl.zeros([BLOCK], tl.float32)
     for turn in range(tl.cdiv(rows - program, programs)):
         row = program + turn * programs
-        at = row * hidden + columns
-        given = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
+        start = row if source is None else tl.load(source + row)
+        at = row if place is None else tl.load(place + row)
+        given = tl.load(gradient + at * stride + columns, mask=inside & (at >= 0), other=0.0).to(tl.float32)
         inverse = tl.load(inverses + row)
-        normed = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * inverse
+        normed = tl.load(x + start * hidden + columns, mask=inside, other=0.0).to(tl.float32) * inverse
         shares += given * normed
-        given *= weights
-        tl.store(dx + at, (given - normed * (tl.sum(given * normed, 0) / hidden)) * inverse, mask=inside)
+        if dx is not None:
+            given *= weights
+            change = (given - normed * (tl.sum(given * normed, 0) / hidden)) * inverse
+            if passed is not None:
+                change += tl.load(passed + row * hidden + columns, mask=inside, other=0.0).to(tl.float32)
+            tl.store(dx + row * hidden + columns, change, mask=inside)
     tl.store(dweight + program * hidden + columns, shares, mask=inside)
 
 
-class _Norm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        x = x.contiguous()
-        rows, hidden = x.shape
-        out, inverses = torch.empty_like(x), torch.empty(rows, dtype=torch.float32, device=x.device)
-        _norm_forward[(rows,)](x, weight, out, inverses, hidden, eps, **_whole_row(hidden))
-        ctx.save_for_backward(x, weight, inverses)
-        return out
+def norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor, *, source: torch.Tensor | None = None,
+    delta: torch.Tensor | None = None, total: torch.Tensor | None = None, place: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Write the RMS norm of N rows to out; return the inverse root mean squares [N] float32.
 
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        x, weight, inverses = ctx.saved_tensors
-        rows, hidden = x.shape
-        programs = min(rows, 2 * torch.cuda.get_device_properties(x.device).multi_processor_count)
-        dx, dweight = torch.empty_like(x), torch.empty(programs, hidden, dtype=torch.float32, device=x.device)
-        _norm_backward[(programs,)](gradient.contiguous(), x, weight, inverses, dx, dweight, rows, hidden,
-                                    **_whole_row(hidden))
-        return dx, dweight.sum(0).to(weight.dtype), None
+    Args:
+        x: [N, H]; with source [N] int64 any table, of which row k is row source[k].
+        delta: [N, H], added to x first; the sum is written to total.
+        out: [N, H], rows of any stride; with place [N] int64 row k goes to row place[k], and nowhere if that is -1.
+    """
+    rows, hidden = (len(source) if source is not None else len(x)), x.shape[1]
+    inverses = torch.empty(rows, dtype=torch.float32, device=x.device)
+    _norm_forward[(rows,)](x, source, delta, total, weight, out, place, inverses, hidden, out.stride(0), eps,
+                           **_whole_row(hidden))
+    return inverses
 
 
-def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return the RMS norm of rows x [N, H], in the dtype of x whatever that of weight [H] is."""
-    return _Norm.apply(x, weight, eps)  # type: ignore[no-any-return]
+def norm_gradients(
+    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, inverses: torch.Tensor, *,
+    source: torch.Tensor | None = None, place: torch.Tensor | None = None, passed: torch.Tensor | None = None,
+    out: torch.Tensor | None = None, inputs: bool = True,
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Return the gradients of `norm` with respect to x, in out (plus `passed` [N, H], what x gets from elsewhere; None
+    without inputs), and to the weight [H]. x is what was normed, delta included; gradient has rows of any stride."""
+    rows, hidden = len(inverses), x.shape[1]
+    programs = min(rows, 2 * torch.cuda.get_device_properties(x.device).multi_processor_count)
+    dx = out if out is not None or not inputs else x.new_empty(rows, hidden)
+    dweight = torch.empty(programs, hidden, dtype=torch.float32, device=x.device)
+    _norm_backward[(programs,)](gradient, place, x, source, passed, weight, inverses, dx, dweight, rows, hidden,
+                                gradient.stride(0), **_whole_row(hidden))
+    return dx, dweight.sum(0).to(weight.dtype)
 
 
 @triton.jit
 def _rotation(  # type: ignore[no-untyped-def]
-    x, cos, sin, out, heads, half, scale, sign, HEADS: tl.constexpr, HALF: tl.constexpr
+    x, cos, sin, out, heads, half, x_stride, out_stride, scale, sign, HEADS: tl.constexpr, HALF: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     head, column = tl.program_id(1) * HEADS + tl.arange(0, HEADS), tl.arange(0, HALF)
     inside = (head < heads)[:, None] & (column < half)[None, :]
-    at = (row * heads + head)[:, None] * (2 * half) + column[None, :]
+    at = head[:, None] * (2 * half) + column[None, :]
     cosine = tl.load(cos + row * 2 * half + column, mask=column < half, other=0.0).to(tl.float32)[None, :] * scale
     sine = tl.load(sin + row * 2 * half + column, mask=column < half, other=0.0).to(tl.float32)[None, :] * scale * sign
-    first = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(x + at + half, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + at, first * cosine - second * sine, mask=inside)
-    tl.store(out + at + half, second * cosine + first * sine, mask=inside)
+    first = tl.load(x + row * x_stride + at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(x + row * x_stride + at + half, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * out_stride + at, first * cosine - second * sine, mask=inside)
+    tl.store(out + row * out_stride + at + half, second * cosine + first * sine, mask=inside)
 
 
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, scale: float, sign: float) -> torch.Tensor:
-    x = x.contiguous()
+def rotate(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, scale: float, out: torch.Tensor, *, back: bool = False
+) -> None:
+    """Write x [N, heads, d] under RoPE, times scale, to out, which may be x; `back`: the gradient of that.
+
+    cos and sin are [N, d] with equal halves, contiguous; rows of x and out may have any stride.
+    """
     rows, heads, size = x.shape
-    out = torch.empty_like(x)
-    _rotation[(rows, triton.cdiv(heads, _HEADS))](x, cos, sin, out, heads, size // 2, scale, sign, HEADS=_HEADS,
-                                                 HALF=triton.next_power_of_2(size // 2))
+    _rotation[(rows, triton.cdiv(heads, _HEADS))](
+        x, cos, sin, out, heads, size // 2, x.stride(0), out.stride(0), scale, -1.0 if back else 1.0, HEADS=_HEADS,
+        HALF=triton.next_power_of_2(size // 2))
+
+
+@triton.jit
+def _shifted_sum(x, out, rows, steps, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for step in range(steps):
+        inside = (columns < width) & (row >= step)
+        total += tl.load(x + (step * rows + row - step) * width + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + columns, total, mask=columns < width)
+
+
+def shifted_sum(x: torch.Tensor, steps: int) -> torch.Tensor:
+    """Return [R, F] whose row r is the sum over steps s of row r - s of the s-th of the [R, F] one behind the other in
+    x."""
+    rows, width = len(x) // steps, x.shape[1]
+    out = x.new_empty(rows, width)
+    _shifted_sum[(rows, triton.cdiv(width, _BLOCK))](x, out, rows, steps, width, BLOCK=_BLOCK, num_warps=8)
     return out
 
 
-class _Rotate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, scale: float) -> torch.Tensor:
-        cos, sin = cos.contiguous(), sin.contiguous()
-        ctx.save_for_backward(cos, sin)
-        ctx.scale = scale
-        return _rotated(x, cos, sin, scale, 1.0)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        cos, sin = ctx.saved_tensors
-        return _rotated(gradient, cos, sin, ctx.scale, -1.0), None, None, None
+@triton.jit
+def _swiglu(x, out, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    gate = tl.load(x + row * 2 * width + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + row * 2 * width + width + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + columns, gate * tl.sigmoid(gate) * up, mask=inside)
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-    """Return x [N, heads, d] under RoPE, times scale; cos and sin are [N, d] with equal halves."""
-    return _Rotate.apply(x, cos, sin, scale)  # type: ignore[no-any-return]
+@triton.jit
+def _swiglu_backward(gradient, x, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    given = tl.load(gradient + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(x + row * 2 * width + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + row * 2 * width + width + columns, mask=inside, other=0.0).to(tl.float32)
+    share = tl.sigmoid(gate)
+    tl.store(x + row * 2 * width + columns, given * up * share * (1 + gate * (1 - share)), mask=inside)
+    tl.store(x + row * 2 * width + width + columns, given * gate * share, mask=inside)
+
+
+def swiglu(x: torch.Tensor, out: torch.Tensor) -> None:
+    """Write silu(gate) * up of x [N, 2F], gate and up side by side, to out [N, F]."""
+    rows, width = out.shape
+    _swiglu[(rows, triton.cdiv(width, _BLOCK))](x, out, width, BLOCK=_BLOCK, num_warps=8)
+
+
+def swiglu_gradient(gradient: torch.Tensor, x: torch.Tensor) -> None:
+    """Put the gradient of `swiglu` with respect to x in the place of x."""
+    rows, width = gradient.shape
+    _swiglu_backward[(rows, triton.cdiv(width, _BLOCK))](gradient, x, width, BLOCK=_BLOCK, num_warps=8)
 
 
 @triton.jit
 def _divergence(  # type: ignore[no-untyped-def]
-    logits, targets, places, losses, gradient, vocab, BLOCK: tl.constexpr
+    logits, targets, places, losses, lse, wanted_lse, vocab, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     logits += row * vocab
-    gradient += row * vocab
     targets += tl.load(places + row) * vocab
     low = -1e30  # not -inf: differences of two stay numbers
-    highest, wanted_highest = tl.full([BLOCK], low, tl.float32), tl.full([BLOCK], low, tl.float32)
+    top, wanted_top = tl.full([], low, tl.float32), tl.full([], low, tl.float32)
     total, wanted_total = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
-    for start in range(0, vocab, BLOCK):  # of each lane, then of the row
-        columns = start + tl.arange(0, BLOCK)
-        values = tl.load(logits + columns, mask=columns < vocab, other=low).to(tl.float32)
-        higher = tl.maximum(highest, values)
-        total = total * tl.exp(highest - higher) + tl.exp(values - higher)
-        highest = higher
-        values = tl.load(targets + columns, mask=columns < vocab, other=low).to(tl.float32)
-        higher = tl.maximum(wanted_highest, values)
-        wanted_total = wanted_total * tl.exp(wanted_highest - higher) + tl.exp(values - higher)
-        wanted_highest = higher
-    top, wanted_top = tl.max(highest, 0), tl.max(wanted_highest, 0)
-    lse = top + tl.log(tl.sum(total * tl.exp(highest - top), 0))
-    wanted_lse = wanted_top + tl.log(tl.sum(wanted_total * tl.exp(wanted_highest - wanted_top), 0))
-    loss = tl.zeros([BLOCK], tl.float32)
+    gap = tl.zeros([BLOCK], tl.float32)
     for start in range(0, vocab, BLOCK):
         columns = start + tl.arange(0, BLOCK)
-        log_q = tl.load(logits + columns, mask=columns < vocab, other=low).to(tl.float32) - lse
-        log_p = tl.load(targets + columns, mask=columns < vocab, other=low).to(tl.float32) - wanted_lse
-        p = tl.exp(log_p)
-        loss += p * (log_p - log_q)
-        tl.store(gradient + columns, tl.exp(log_q) - p, mask=columns < vocab)
-    tl.store(losses + row, tl.sum(loss, 0))
+        values = tl.load(logits + columns, mask=columns < vocab, other=low).to(tl.float32)
+        wanted = tl.load(targets + columns, mask=columns < vocab, other=low).to(tl.float32)
+        higher = tl.maximum(top, tl.max(values, 0))
+        total = total * tl.exp(top - higher) + tl.exp(values - higher)
+        top = higher
+        higher = tl.maximum(wanted_top, tl.max(wanted, 0))
+        shrink, share = tl.exp(wanted_top - higher), tl.exp(wanted - higher)
+        wanted_total = wanted_total * shrink + share
+        gap = gap * shrink + share * (wanted - values)
+        wanted_top = higher
+    own = top + tl.log(tl.sum(total, 0))
+    theirs = tl.sum(wanted_total, 0)
+    difference = tl.sum(gap, 0) / theirs  # the mean of target less draft logit
+    theirs = wanted_top + tl.log(theirs)
+    tl.store(losses + row, difference - (theirs - own))
+    tl.store(lse + row, own)
+    tl.store(wanted_lse + row, theirs)
 
 
-class _Divergence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        logits = logits.contiguous()
-        rows, vocab = logits.shape
-        gradient = torch.empty_like(logits)
-        losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
-        _divergence[(rows,)](logits, targets.contiguous(), places.contiguous(), losses, gradient, vocab, BLOCK=4096,
-                             num_warps=8)
-        ctx.save_for_backward(gradient)
-        return losses
-
-    @staticmethod
-    def backward(ctx: Any, given: torch.Tensor) -> Any:  # type: ignore[override]
-        (gradient,) = ctx.saved_tensors
-        return torch.mul(gradient, given[:, None], out=torch.empty_like(gradient)), None, None
+@triton.jit
+def _divergence_backward(  # type: ignore[no-untyped-def]
+    given, logits, targets, places, lse, wanted_lse, vocab, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < vocab
+    target = tl.load(places + row)
+    values = tl.load(logits + row * vocab + columns, mask=inside, other=0.0).to(tl.float32)
+    wanted = tl.load(targets + target * vocab + columns, mask=inside, other=0.0).to(tl.float32)
+    change = tl.exp(values - tl.load(lse + row)) - tl.exp(wanted - tl.load(wanted_lse + row))
+    tl.store(logits + row * vocab + columns, change * tl.load(given + row), mask=inside)
 
 
-def divergence(logits: torch.Tensor, targets: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+def divergence(
+    logits: torch.Tensor, targets: torch.Tensor, places: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return KL(target || draft) [N] in float32 of draft logits [N, D] and the rows `places` [N] of target logits
-    [S, D]. The gradient, softmax less target, is made in the same pass."""
-    return _Divergence.apply(logits, targets, places)  # type: ignore[no-any-return]
+    [S, D], and the log-sum-exps [N] of both. All are contiguous."""
+    rows, vocab = logits.shape
+    losses, lse, wanted_lse = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
+    _divergence[(rows,)](logits, targets, places, losses, lse, wanted_lse, vocab, BLOCK=_BLOCK, num_warps=8)
+    return losses, lse, wanted_lse
+
+
+def divergence_gradient(
+    given: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor, places: torch.Tensor, lse: torch.Tensor,
+    wanted_lse: torch.Tensor,
+) -> None:
+    """Put the gradient of `divergence`, draft less target probability times given [N], in the place of the logits."""
+    rows, vocab = logits.shape
+    _divergence_backward[(rows, triton.cdiv(vocab, _BLOCK))](given, logits, targets, places, lse, wanted_lse, vocab,
+                                                             BLOCK=_BLOCK, num_warps=8)
 
 
 @triton.jit
-def _merge_forward(  # type: ignore[no-untyped-def]
-    query, key, value, out, lse, kv_heads, group, size, HEADS: tl.constexpr, SIZE: tl.constexpr
+def _adamw(  # type: ignore[no-untyped-def]
+    weight, gradient, mean, square, half, factor, size, rate, shrink, blend, keep, blend_square, eps, root,
+    BLOCK: tl.constexpr
 ):
-    row = tl.program_id(0).to(tl.int64)
-    kv, column = tl.program_id(1) * HEADS + tl.arange(0, HEADS), tl.arange(0, SIZE)
-    inside = (kv < kv_heads)[:, None] & (column < size)[None, :]
-    own = (row * kv_heads + kv)[:, None] * size + column[None, :]
-    keys = tl.load(key + own, mask=inside, other=0.0).to(tl.float32)
-    values = tl.load(value + own, mask=inside, other=0.0).to(tl.float32)
-    for member in range(group):
-        head = (row * kv_heads + kv) * group + member
-        at = head[:, None] * size + column[None, :]
-        score = tl.sum(tl.load(query + at, mask=inside, other=0.0).to(tl.float32) * keys, 1)
-        before = tl.load(lse + head, mask=kv < kv_heads, other=0.0)
-        high = tl.maximum(before, score)
-        after = high + tl.log(tl.exp(before - high) + tl.exp(score - high))
-        merged = tl.load(out + at, mask=inside, other=0.0) * tl.exp(before - after)[:, None]
-        tl.store(out + at, merged + values * tl.exp(score - after)[:, None], mask=inside)
-        tl.store(lse + head, after, mask=kv < kv_heads)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    scale = tl.load(factor)
+    inside = (at < size) & (scale > 0)
+    given = tl.load(gradient + at, mask=inside, other=0.0) * scale
+    first, second = tl.load(mean + at, mask=inside, other=0.0), tl.load(square + at, mask=inside, other=0.0)
+    value = tl.load(weight + at, mask=inside, other=0.0)
+    first += blend * (given - first)
+    second = keep * second + blend_square * given * given
+    value -= value * shrink
+    value -= rate * first / (tl.sqrt(second) / root + eps)
+    tl.store(mean + at, first, mask=inside)
+    tl.store(square + at, second, mask=inside)
+    tl.store(weight + at, value, mask=inside)
+    if half is not None:
+        tl.store(half + at, value, mask=inside)
 
 
-@triton.jit
-def _merge_backward(  # type: ignore[no-untyped-def]
-    gradient, query, out, key, value, lse, dquery, dkey, dvalue, kv_heads, group, size, HEADS: tl.constexpr,
-    SIZE: tl.constexpr
-):
-    row = tl.program_id(0).to(tl.int64)
-    kv, column = tl.program_id(1) * HEADS + tl.arange(0, HEADS), tl.arange(0, SIZE)
-    inside = (kv < kv_heads)[:, None] & (column < size)[None, :]
-    own = (row * kv_heads + kv)[:, None] * size + column[None, :]
-    keys = tl.load(key + own, mask=inside, other=0.0).to(tl.float32)
-    values = tl.load(value + own, mask=inside, other=0.0).to(tl.float32)
-    dkeys, dvalues = tl.zeros([HEADS, SIZE], tl.float32), tl.zeros([HEADS, SIZE], tl.float32)
-    for member in range(group):
-        head = (row * kv_heads + kv) * group + member
-        at = head[:, None] * size + column[None, :]
-        queries = tl.load(query + at, mask=inside, other=0.0).to(tl.float32)
-        given = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
-        outs = tl.load(out + at, mask=inside, other=0.0).to(tl.float32)
-        weight = tl.exp(tl.sum(queries * keys, 1) - tl.load(lse + head, mask=kv < kv_heads, other=0.0))
-        dscore = weight * tl.sum(given * (values - outs), 1)
-        dkeys += dscore[:, None] * queries
-        dvalues += weight[:, None] * given
-        tl.store(dquery + at, tl.load(dquery + at, mask=inside, other=0.0) + dscore[:, None] * keys, mask=inside)
-    tl.store(dkey + own, dkeys, mask=inside)
-    tl.store(dvalue + own, dvalues, mask=inside)
-
-
-def merge(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Add one more key and value of each row to its attention, in place.
+def adamw(
+    weight: torch.Tensor, gradient: torch.Tensor, mean: torch.Tensor, square: torch.Tensor, half: torch.Tensor | None,
+    factor: torch.Tensor, step: int, rate: float, betas: tuple[float, float], eps: float, decay: float,
+) -> None:
+    """Do step `step` (from 1) of AdamW in place, all tensors float32; half, if there is one, gets the weight in bf16.
 
     Args:
-        query: [R, heads, d], scaled. key, value: [R, KV heads, d].
-        out: [R, heads, d] float32, the attention so far. lse: [R, heads] float32, its log-sum-exp.
-    All but key and value are contiguous.
+        factor: [] float32 on the GPU, by which the gradient is multiplied; with 0 nothing is changed.
     """
-    grid, shape = _tiles(query, key)
-    _merge_forward[grid](query, key.contiguous(), value.contiguous(), out, lse, *shape[:3], **shape[3])
-
-
-def merge_gradients(
-    gradient: torch.Tensor, query: torch.Tensor, out: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-    lse: torch.Tensor, dquery: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of a merged key and value, and add its share to dquery [R, heads, d] float32.
-
-    Args:
-        gradient, out: of the whole attention, [R, heads, d]. lse: of the whole row, [R, heads] float32.
-    All but key and value are contiguous.
-    """
-    grid, shape = _tiles(query, key)
-    key, value = key.contiguous(), value.contiguous()
-    dkey, dvalue = torch.empty_like(key), torch.empty_like(value)
-    _merge_backward[grid](gradient, query, out, key, value, lse, dquery, dkey, dvalue, *shape[:3], **shape[3])
-    return dkey, dvalue
-
-
-def _tiles(query: torch.Tensor, key: torch.Tensor) -> tuple[tuple[int, int], tuple[int, int, int, dict[str, int]]]:
-    rows, kv_heads, size = key.shape
-    return (rows, triton.cdiv(kv_heads, _HEADS)), (kv_heads, query.shape[1] // kv_heads, size, {
-        "HEADS": _HEADS, "SIZE": triton.next_power_of_2(size)})
+    size = weight.numel()
+    root = (1 - betas[1] ** step) ** 0.5
+    _adamw[(triton.cdiv(size, 2048),)](
+        weight, gradient, mean, square, half, factor, size, rate / (1 - betas[0] ** step), rate * decay, 1 - betas[0],
+        betas[1], 1 - betas[1], eps, root, BLOCK=2048, num_warps=8)
 
 
 def _whole_row(hidden: int) -> dict[str, int]:

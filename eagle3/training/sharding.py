@@ -1,6 +1,5 @@
 """What several GPUs share of a drafter in training: its matrices, their gradients and moments (FSDP2)."""
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -48,15 +47,20 @@ def shard(objective: Objective, dtype: torch.dtype) -> None:
     fully_shard(objective, mp_policy=policy, reshard_after_forward=False, ignored_params=frozen | {*vectors(objective)})
 
 
-def clip(parameters: Iterable[torch.nn.Parameter], largest: float) -> float:
-    """Scale gradients down to a common norm of at most `largest`; return the norm that they had."""
+def gradient_norms(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
+    """Return norms [] of gradients, on their device, of which the norm is that of all; the same in all processes."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     divided = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
     whole = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
     norms = [torch.nn.utils.get_total_norm(group) for group in (divided, whole) if group]
-    norm = math.hypot(*(float(norm.full_tensor() if isinstance(norm, DTensor) else norm) for norm in norms))
-    if norm > largest:  # seldom: most steps are spared a pass over all gradients
-        for gradient in gradients:
-            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+
+
+def clip(parameters: Iterable[torch.nn.Parameter], norm: float, largest: float) -> None:
+    """Scale gradients down from their common norm to one of at most `largest`."""
+    if norm <= largest:  # mostly: most steps are spared a pass over all gradients
+        return
+    for parameter in parameters:
+        if parameter.grad is not None:
+            local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
             local.mul_(largest / norm)
-    return norm

@@ -26,7 +26,8 @@ from eagle3.states.store import StateStore
 from eagle3.training import acceptance, ttt
 from eagle3.training.batches import Batch, Prefetcher, TrainingSample, collate, pack
 from eagle3.training.checkpoints import trainable
-from eagle3.training.sharding import Objective, clip, shard, vectors
+from eagle3.training.optimizer import FusedAdamW, make_optimizer
+from eagle3.training.sharding import Objective, clip, gradient_norms, shard, vectors
 
 _READERS = 8  # files read and checked at once, in each process
 # How long processes wait for each other; torch's 10 minutes on GPUs are less than a checkpoint on a slow disk may take.
@@ -81,17 +82,6 @@ class Processes:
             dist.destroy_process_group()
 
 
-def make_optimizer(model: Any, options: TrainSection) -> torch.optim.Optimizer:
-    """Return AdamW over the trained parameters; weight decay on matrices only."""
-    parameters = list(trainable(model).values())
-    groups = [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": options.weight_decay},
-        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
-    ]
-    # fused: one pass over the weights instead of a dozen, on CPUs too
-    return torch.optim.AdamW(groups, lr=options.lr, betas=(options.adam_betas[0], options.adam_betas[1]), fused=True)
-
-
 class Trainer:
     """Runs optimizer steps and validation on one process of the group."""
 
@@ -109,7 +99,7 @@ class Trainer:
                 parameter.data = parameter.data.to(self._dtype)
         if processes.world > 1:
             shard(self._objective, self._dtype)
-        self.optimizer = make_optimizer(model, options)
+        self.optimizer = make_optimizer(model, options, fused=ttt.fused_on(processes.device))
         self._verified: set[int] = set()
         self._stream = torch.cuda.Stream(processes.device) if processes.device.type == "cuda" else None
         self._readers = ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1), "reader")
@@ -171,13 +161,24 @@ class Trainer:
             for parameter in vectors(self._objective):
                 if parameter.grad is not None:
                     self.processes.sum(parameter.grad).div_(self.processes.world)
-        loss_value = float(self.processes.sum(loss_sum))
-        norm = clip(trainable(self.model).values(), self.options.max_grad_norm or math.inf)
+        loss_value, norm = self._update(self.processes.sum(loss_sum))
         if not math.isfinite(loss_value) or not math.isfinite(norm):
             raise StageError("the loss is not finite", found=f"loss {loss_value}, gradient norm {norm}",
                              fix="lower --lr and run the same command again: add --out to keep this result")
-        self.optimizer.step()
         return {"loss": loss_value, "grad_norm": norm, "lr": rate}
+
+    def _update(self, loss_sum: torch.Tensor) -> tuple[float, float]:
+        """Clip gradients and take them into the weights, unless loss or norm is not finite; return the two."""
+        largest = self.options.max_grad_norm or math.inf
+        parameters = [*trainable(self.model).values()]
+        norms = gradient_norms(parameters)
+        if isinstance(self.optimizer, FusedAdamW):
+            return self.optimizer.clipped_step(loss_sum, norms, largest)
+        loss, norm = float(loss_sum), math.hypot(*map(float, norms))
+        if math.isfinite(loss) and math.isfinite(norm):
+            clip(parameters, norm, largest)
+            self.optimizer.step()
+        return loss, norm
 
     def _losses(self, batch: Batch | None, last: bool) -> torch.Tensor:
         """Return the losses of a batch; gradients are summed up here until the last of a step."""

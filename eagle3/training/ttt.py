@@ -3,9 +3,9 @@
 speculators' own forward computes every step at every packed position. The loss, though, is taken only where the
 verifier generated text, and positions before that (prompts) are needed as keys and values alone. So here
 queries, MLP and head run on the rows that carry loss, the teacher's logits are computed once, and attention is
-what it is: a triangle over the true tokens and a diagonal for each step drafted since. No mask, no padding, no
-compiling: on GPUs flash attention and the fused kernels of kernels.py. The weights stay speculators' modules;
-its forward gives the same loss and gradients.
+what it is: a triangle over the true tokens and a diagonal for each step drafted since (attention.py). No mask, no
+padding, no compiling. This is the plain form; on GPUs in bf16 the same is computed by fused.py. The weights stay
+speculators' modules; its forward gives the same loss and gradients.
 """
 
 import functools
@@ -16,9 +16,8 @@ from typing import Any
 import torch
 
 from eagle3.common.log import logger
+from eagle3.training.attention import attend
 from eagle3.training.batches import Batch
-
-Spans = list[tuple[int, int, int]]
 
 
 def hidden_by_step(model: Any, batch: Batch, steps: int) -> Iterator[torch.Tensor]:
@@ -47,12 +46,15 @@ def hidden_by_step(model: Any, batch: Batch, steps: int) -> Iterator[torch.Tenso
         query = _rotate(attention.q_proj(inputs).unflatten(-1, heads), cos, sin, size)
         attended = attend(query, keys, values, drafted, batch.spans)
         residual = residual + attention.o_proj(attended.flatten(1))
-        residual = residual + layer.mlp(_norm(layer.post_attention_layernorm, residual))
-        yield _norm(model.norm, residual)
+        residual = residual + layer.mlp(layer.post_attention_layernorm(residual))
+        yield model.norm(residual)
 
 
 def logits_by_step(model: Any, batch: Batch, steps: int) -> Iterator[torch.Tensor]:
     """Yield for each TTT step the draft logits [N, D] of the rows that are judged there."""
+    if fused := _fused(batch.aux):
+        yield from fused.logits_by_step(model, batch, steps)
+        return
     for hidden, (judged, _) in zip(hidden_by_step(model, batch, steps), batch.judged, strict=False):
         yield model.lm_head(hidden[judged])
 
@@ -60,7 +62,10 @@ def logits_by_step(model: Any, batch: Batch, steps: int) -> Iterator[torch.Tenso
 def teacher_logits(model: Any, batch: Batch) -> torch.Tensor:
     """Return the verifier's logits [S, D] over the draft vocabulary at the supervised positions."""
     with torch.no_grad():
-        return model.verifier_lm_head(_norm(model.verifier_norm, batch.teacher))  # type: ignore[no-any-return]
+        norm = model.verifier_norm  # of RMS, but for verifiers that have another
+        fused = _fused(batch.teacher) if hasattr(norm, "variance_epsilon") else None
+        normed = fused.norm(batch.teacher, norm) if fused else norm(batch.teacher)
+        return model.verifier_lm_head(normed)  # type: ignore[no-any-return]
 
 
 def loss(model: Any, batch: Batch, steps: int, loss_config: dict[str, Any], decay: float = 1.0) -> torch.Tensor:
@@ -104,17 +109,18 @@ def _layer_input(model: Any, layer: Any, ids: torch.Tensor, hidden: torch.Tensor
     """Return what q, k and v read: [N, 2H], normed embedding and normed hidden state side by side."""
     with torch.no_grad():
         embedded = model.embed_tokens(ids)
-    return torch.cat([_norm(layer.input_layernorm, embedded), _norm(layer.hidden_norm, hidden)], dim=-1)
+    return torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(hidden)], dim=-1)
 
 
 @functools.cache
 def _kernels() -> ModuleType | None:
-    """Return eagle3.training.kernels if Triton works here: it compiles at the first use, which needs a C compiler."""
+    """Return eagle3.training.fused if Triton works here: it compiles at the first use, which needs a C compiler."""
     try:
-        from eagle3.training import kernels
+        from eagle3.training import fused, kernels
 
-        kernels.norm(torch.ones(1, 8, device="cuda", dtype=torch.bfloat16), torch.ones(8, device="cuda"), 1e-6)
-        return kernels
+        x = torch.ones(1, 8, device="cuda", dtype=torch.bfloat16)
+        kernels.norm(x, torch.ones(8, device="cuda"), 1e-6, torch.empty_like(x))
+        return fused
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # noqa: BLE001 - whatever it is, training can do without
@@ -124,15 +130,13 @@ def _kernels() -> ModuleType | None:
 
 
 def _fused(like: torch.Tensor) -> ModuleType | None:
-    """Return the fused kernels for a tensor of a GPU in half precision; None where the plain form is taken."""
-    return _kernels() if like.is_cuda and like.dtype in (torch.bfloat16, torch.float16) else None
+    """Return the fused forms for a tensor of a GPU in bf16; None where the plain form is taken."""
+    return _kernels() if like.is_cuda and like.dtype == torch.bfloat16 else None
 
 
-def _norm(module: Any, x: torch.Tensor) -> torch.Tensor:
-    """Return the norm of x [N, H]: of RMS, but for the teacher of a verifier that has another."""
-    if hasattr(module, "variance_epsilon") and (fused := _fused(x)):
-        return fused.norm(x, module.weight, module.variance_epsilon)  # type: ignore[no-any-return]
-    return module(x)  # type: ignore[no-any-return]
+def fused_on(device: torch.device) -> bool:
+    """Say whether training in bf16 takes the fused forms on a device."""
+    return device.type == "cuda" and _kernels() is not None
 
 
 def _rotary(model: Any, positions: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -142,130 +146,7 @@ def _rotary(model: Any, positions: torch.Tensor, like: torch.Tensor) -> tuple[to
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     """Apply RoPE to [N, heads, d] in its own dtype (halves rotated, as Llama has them), and scale."""
-    if fused := _fused(x):
-        return fused.rotate(x, cos[:, 0], sin[:, 0], scale)  # type: ignore[no-any-return]
     first, second = x.chunk(2, dim=-1)
     rotated = x * cos.to(x.dtype) + torch.cat([-second, first], dim=-1) * sin.to(x.dtype)
     return rotated if scale == 1.0 else rotated * scale
 
-
-def attend(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    drafted: list[tuple[torch.Tensor, torch.Tensor]],
-    spans: Spans,
-) -> torch.Tensor:
-    """Attention of one TTT step: each row sees its document's true tokens up to itself, and its own drafts.
-
-    Args:
-        query: [R, heads, d], scaled.
-        keys, values: of the true tokens, [T, KV heads, d].
-        drafted: keys and values [R, KV heads, d] of the steps since.
-        spans: (start, first, stop) of each document: its tokens begin at start, its rows are first..stop - 1.
-    Returns:
-        [R, heads, d].
-    """
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        flat = [tensor for pair in drafted for tensor in pair]
-        return _FlashAttend.apply(query, keys, values, spans, *flat)  # type: ignore[no-any-return]
-    pieces, row = [], 0
-    for start, first, stop in spans:
-        count = stop - first
-        own = [(key[row : row + count], value[row : row + count]) for key, value in drafted]
-        pieces.append(_attend_document(query[row : row + count], keys[start:stop], values[start:stop], own))
-        row += count
-    return torch.cat(pieces)
-
-
-def _attend_document(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, drafted: list[tuple[torch.Tensor, torch.Tensor]]
-) -> torch.Tensor:
-    """Attention of a document's last `count` positions, scores in memory: for short documents and CPUs."""
-    count, heads, size = query.shape
-    length, kv_heads, _ = keys.shape
-    grouped = query.view(count, kv_heads, heads // kv_heads, size)
-    queries = grouped.permute(1, 2, 0, 3).reshape(kv_heads, -1, size)  # [KV heads, group x count, d]
-    scores = (queries @ keys.permute(1, 2, 0)).view(kv_heads, -1, count, length)
-    future = torch.ones(count, length, dtype=torch.bool, device=query.device).triu_(length - count + 1)
-    scores = scores.masked_fill(future, float("-inf"))
-    diagonals = [(grouped * key[:, :, None]).sum(-1).permute(1, 2, 0)[..., None] for key, _ in drafted]
-    weights = torch.cat([scores, *diagonals], dim=-1).softmax(-1, dtype=torch.float32).to(query.dtype)
-    out = weights[..., :length].reshape(kv_heads, -1, length) @ values.permute(1, 0, 2)
-    out = out.view(kv_heads, -1, count, size)
-    for step, (_, value) in enumerate(drafted):
-        out = out + weights[..., length + step, None] * value.permute(1, 0, 2)[:, None]
-    return out.permute(2, 0, 1, 3).reshape(count, heads, size)
-
-
-def _merge(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """The plain form of kernels.merge."""
-    key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value))
-    score = (query.float() * key).sum(-1)
-    after = torch.logaddexp(lse, score)
-    out.mul_((lse - after).exp()[..., None]).add_((score - after).exp()[..., None] * value)
-    lse.copy_(after)
-
-
-def _merge_gradients(
-    gradient: torch.Tensor, query: torch.Tensor, out: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-    lse: torch.Tensor, dquery: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The plain form of kernels.merge_gradients."""
-    shape = key.shape[1], query.shape[1] // key.shape[1]
-    keys, values = (tensor.repeat_interleave(shape[1], 1) for tensor in (key, value))
-    weight = ((query.float() * keys).sum(-1) - lse).exp()
-    dscore = (weight * (gradient.float() * (values.float() - out)).sum(-1))[..., None]
-    dquery += dscore * keys
-    dkey, dvalue = (share.unflatten(1, shape).sum(2).to(key.dtype)
-                    for share in (dscore * query, weight[..., None] * gradient))
-    return dkey, dvalue
-
-
-class _FlashAttend(torch.autograd.Function):
-    """The same on a GPU: flash attention over the triangle, the diagonals merged in by log-sum-exp.
-
-    Flash attention's backward recomputes probabilities from the log-sum-exp and takes its row terms from the
-    output. Given those of the whole row, diagonals included, it returns the triangle's share of the gradients
-    (as ring attention does with its blocks); the diagonals' share is a few products by hand.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spans: Spans,
-                *drafted: torch.Tensor) -> torch.Tensor:
-        """Return the attention's output [R, heads, d]."""
-        lengths = [(stop - first, stop - start) for start, first, stop in spans]
-        taken = torch.cat([torch.arange(start, stop) for start, _, stop in spans]).to(query.device)
-        cumulative = torch.tensor([[0, 0], *lengths]).cumsum(0).int().to(query.device)
-        limits = (max(rows for rows, _ in lengths), max(tokens for _, tokens in lengths))
-        query, used_keys, used_values = query.contiguous(), keys[taken], values[taken]
-        triangle, triangle_lse, *random = torch.ops.aten._flash_attention_forward(
-            query, used_keys, used_values, cumulative[:, 0].contiguous(), cumulative[:, 1].contiguous(), *limits, 0.0,
-            True, False, scale=1.0)[:4]
-        fused, lse = _fused(query), triangle_lse.T.contiguous()
-        merge = fused.merge if fused else _merge
-        out = triangle.float() if drafted else triangle
-        for key, value in zip(drafted[::2], drafted[1::2], strict=True):
-            merge(query, key, value, out, lse)
-        out = out.to(query.dtype)
-        ctx.save_for_backward(query, used_keys, used_values, taken, cumulative, lse, out, *random, *drafted)
-        ctx.limits, ctx.tokens = limits, len(keys)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        """Return the gradients of query, keys, values and the drafted keys and values."""
-        query, keys, values, taken, cumulative, lse, out, state, unused, *drafted = ctx.saved_tensors
-        gradient = gradient.contiguous()
-        dquery, dkeys, dvalues = torch.ops.aten._flash_attention_backward(
-            gradient, query, keys, values, out, lse.T.contiguous(), cumulative[:, 0].contiguous(),
-            cumulative[:, 1].contiguous(), *ctx.limits, 0.0, True, state, unused, scale=1.0)
-        dquery = dquery.float() if drafted else dquery
-        own: list[torch.Tensor] = []
-        fused = _fused(query)
-        merge_gradients = fused.merge_gradients if fused else _merge_gradients
-        for key, value in zip(drafted[::2], drafted[1::2], strict=True):
-            own += merge_gradients(gradient, query, out, key, value, lse, dquery)
-        full = [gradient.new_zeros(ctx.tokens, *part.shape[1:], dtype=part.dtype).index_copy_(0, taken, part)
-                for part in (dkeys, dvalues)]
-        return (dquery.to(query.dtype), *full, None, *own)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from eagle3.training import ttt
+from eagle3.training import attention
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2)])
@@ -27,10 +27,12 @@ def test_merging_gives_outputs_and_gradients_of_plain_attention(heads, kv_heads)
         given = [tensor.detach().float() for tensor in (query, *drafted)]
         pairs = list(zip(given[1::2], given[2::2], strict=True))
         for key, value in pairs:
-            ttt._merge(given[0], key, value, out, lse)
-        dquery = torch.zeros_like(given[0])
-        shares = [share for key, value in pairs
-                  for share in ttt._merge_gradients(gradient.float(), given[0], out, key, value, lse, dquery)]
+            attention.merge(given[0], key, value, out, lse, out)
+        dquery, shares = torch.zeros_like(given[0]), []
+        for key, value in pairs:
+            dquery, *own_shares = attention.merge_gradients(gradient.float(), given[0], out, key, value, lse, dquery,
+                                                            torch.float32)
+            shares += own_shares
     assert torch.allclose(out.double(), expected, atol=1e-5)
     for found, tensor in zip([dquery, *shares], [query, *drafted], strict=True):
         assert torch.allclose(found.double(), tensor.grad, atol=1e-5)
