@@ -49,11 +49,6 @@ def publish(model, facts, folder):
 
 
 @pytest.fixture(scope="module")
-def facts(tiny_model):
-    return verifier.read(tiny_model)
-
-
-@pytest.fixture(scope="module")
 def drafters(prepared, facts, tmp_path_factory):
     """Folder with `reduced` (a vocabulary of its own, 160 tokens; trained) and `full` (all of them; noise)."""
     folder = tmp_path_factory.mktemp("drafters")

@@ -1,7 +1,6 @@
-"""Engines: starting, attaching, identity, ending with the parent, version gates, counters."""
+"""Servers: started or attached, of the right model, ended with their workers and with the parent."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -11,12 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 from support.fake_engine import install
+from support.processes import gone, lives
 from support.project import ROOT
 
 from eagle3.common.errors import Interrupted, PreconditionError
 from eagle3.common.options import EngineOptions
-from eagle3.engines import counters, defaults, installed, launch, servers
-from eagle3.engines.counters import Counters
+from eagle3.engines import launch, servers
 
 
 @pytest.fixture
@@ -45,24 +44,6 @@ def pids_of(path):
     return json.loads(path.read_text().splitlines()[-1])["pids"]
 
 
-def alive(pid):
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
-
-
-def wait_until(condition, seconds):
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return condition()
-
-
-# --- start and attach -------------------------------------------------------------------------------------
-
-
 def test_server_is_ready_identified_and_stopped_with_its_workers(start, model, tmp_path):
     bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
@@ -70,9 +51,9 @@ def test_server_is_ready_identified_and_stopped_with_its_workers(start, model, t
             assert (server.kind, server.version, server.model_name) == ("vllm", "0.32.0", str(model))
             assert server.base_url == server.root_url + "/v1" and "127.0.0.1" in server.root_url
             pids = pids_of(tmp_path / "requests")
-            assert all(alive(pid) for pid in pids)
-        assert not any(alive(pid) for pid in pids)
-        assert alive(bystander.pid)
+            assert all(lives(pid) for pid in pids)
+        assert gone(pids)
+        assert lives(bystander.pid)
         assert "fake engine starts" in (tmp_path / "run/logs/test-server.log").read_text()
     finally:
         bystander.kill()
@@ -157,45 +138,7 @@ def test_killed_parent_leaves_no_orphan(tmp_path, model):
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     parent.stdout.close()
-    assert wait_until(lambda: not any(alive(pid) for pid in pids), 15)
-
-
-# --- versions and environment -----------------------------------------------------------------------------
-
-
-def test_missing_engine_names_the_interpreter(tmp_path):
-    python = install(tmp_path, engine="something-else")
-    with pytest.raises(PreconditionError) as error:
-        installed.check(EngineOptions(kind="sglang", python=python))
-    assert python in str(error.value) and "sglang" in str(error.value)
-    with pytest.raises(PreconditionError, match="does not run"):
-        installed.check(EngineOptions(python=str(tmp_path / "absent")))
-
-
-@pytest.mark.parametrize(
-    ("version", "model_type", "fits"),
-    [("0.17.1", "kimi_k25", False), ("0.18.0", "kimi_k25", True), ("0.17.1", "llama", True),
-     ("0.17.1", "deepseek_v3", False)],
-)
-def test_old_vllm_is_refused_for_kimi_and_deepseek(tmp_path, model, version, model_type, fits):
-    (model / "config.json").write_text(json.dumps({"model_type": "x", "text_config": {"model_type": model_type}}))
-    engine = EngineOptions(python=install(tmp_path, version))
-    if fits:
-        assert installed.check(engine, model) == version
-    else:
-        with pytest.raises(PreconditionError, match="patches"):
-            installed.check(engine, model)
-
-
-def test_environment_defaults_give_way_to_the_user(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
-    python = install(tmp_path)
-    env = defaults.default_env(EngineOptions(python=python, startup_timeout_min=90))
-    assert env["VLLM_CPU_KVCACHE_SPACE"] == "2" and "HF_HUB_OFFLINE" not in env
-    assert env["VLLM_ENGINE_READY_TIMEOUT_S"] == "5400"
-    given = defaults.default_env(EngineOptions(python=python, env={"VLLM_CPU_KVCACHE_SPACE": "8"}))
-    assert given["VLLM_CPU_KVCACHE_SPACE"] == "8"
+    assert gone(pids, 15)
 
 
 def test_sglang_gets_all_three_speculation_flags():
@@ -203,70 +146,3 @@ def test_sglang_gets_all_three_speculation_flags():
     text = " ".join(launch.command(EngineOptions(kind="sglang"), Path("/m"), 80, [], speculative))
     assert "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4" in text
     assert "--speculative-algorithm EAGLE3 --speculative-draft-model-path /d" in text and "--host 127.0.0.1" in text
-
-
-# --- counters ---------------------------------------------------------------------------------------------
-
-
-def page(drafts, accepted, positions=()):
-    lines = [
-        "# HELP vllm:spec_decode_num_drafts_total Number of drafts.",
-        f'vllm:spec_decode_num_drafts_total{{engine="0",model_name="a b"}} {drafts}',
-        'vllm:spec_decode_num_drafts_created{engine="0"} 1.79e9',
-        f'vllm:spec_decode_num_draft_tokens_total{{engine="0"}} {3 * drafts}',
-        f'vllm:spec_decode_num_accepted_tokens_total{{engine="0"}} {accepted}',
-    ]
-    lines += [
-        f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",position="{i}"}} {count}'
-        for i, count in enumerate(positions)
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def test_acceptance_length_is_pooled_over_rounds():
-    assert Counters(10, 30, 15).acceptance_length() == 2.5
-    replies = [{"spec_verify_ct": 10, "completion_tokens": 30}, {"spec_verify_ct": 1, "completion_tokens": 1}]
-    assert counters.from_meta_info(replies).acceptance_length() == pytest.approx(31 / 11)  # not (3 + 1) / 2
-
-
-def test_counters_are_differences():
-    before, after = counters.parse(page(100, 200, (90, 70, 40))), counters.parse(page(110, 215, (98, 75, 42)))
-    counted = counters.difference(before, after)
-    assert counted == Counters(10, 30, 15, (8, 5, 2))
-    assert counted.acceptance_length() == 2.5
-    assert counted.acceptance_by_position() == [0.8, 0.5, 0.2]
-
-
-def test_counters_add_up_over_engines():
-    second = page(10, 20, (8, 7, 5)).replace('engine="0"', 'engine="1"')
-    assert counters.parse(page(1, 2, (1, 1, 0)) + second) == Counters(11, 33, 22, (9, 8, 5))
-
-
-def test_missing_counters_are_unavailable_not_zero():
-    assert counters.parse("vllm:num_requests_running 0\n") is None
-    assert counters.parse(page(5, 5).replace("accepted_tokens_total", "renamed_total")) is None
-    assert counters.difference(None, Counters(1, 3, 1)) is None
-    assert counters.difference(Counters(1, 3, 1), None) is None
-    assert Counters(0, 0, 0).acceptance_length() is None
-    assert counters.from_meta_info([{"completion_tokens": 5}]) is None
-    assert counters.from_meta_info([]) is None
-
-
-def test_restarted_server_is_an_error():
-    with pytest.raises(PreconditionError, match="restarted"):
-        counters.difference(Counters(100, 300, 200), Counters(10, 30, 15))
-
-
-def test_sglang_histogram_becomes_acceptance_by_position():
-    meta = {"spec_verify_ct": 10, "completion_tokens": 25, "spec_num_correct_drafts": 15,
-            "spec_num_proposed_drafts": 30, "spec_correct_drafts_histogram": [2, 3, 3, 2]}
-    single = {"completion_tokens": 1}  # prefill only
-    counted = counters.from_meta_info([meta, single])
-    assert counted == Counters(10, 30, 15, (8, 5, 2))
-
-
-def test_module_imports_no_engine():
-    code = ("import sys; from eagle3.engines import installed, launch, servers, counters; "
-            "print([m for m in ('vllm', 'torch') if m in sys.modules])")
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=os.environ)
-    assert result.stdout.strip() == "[]", result.stderr

@@ -126,3 +126,15 @@ def change_tensors(folder: Path, change: Callable[[dict], object]) -> None:
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def shift_offsets(tensors: dict) -> None:
+    """Make the mapping of a drafter point one token further."""
+    tensors["d2t"] = tensors["d2t"] + 1
+
+
+def random_embedding(tensors: dict) -> None:
+    """Give a drafter an embedding that nobody trained."""
+    import torch
+
+    tensors["embed_tokens.weight"] = torch.randn(tensors["t2d"].shape[0], tensors["norm.weight"].shape[0])

@@ -86,7 +86,7 @@ def test_fp8_states_decode_as_on_a_cpu():
 
 def test_a_step_has_the_loss_and_gradients_of_the_plain_forms(kernels, prepared, tiny_model, monkeypatch):
     """In float32 without the kernels against bf16 with them, on a drafter and states of the tests."""
-    from test_fsdp import trainer_of
+    from support.trainers import trainer_of
 
     from eagle3.common.options import TrainSection
     from eagle3.training import trainer as training

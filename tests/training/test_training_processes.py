@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.pipeline import LAYERS, manifest, run_stage, tree
+from support.processes import gone, lives
 from support.project import ROOT
 
 from eagle3.common import files, workers
@@ -99,23 +100,6 @@ def toy(tmp_path):
             os.kill(pid, signal.SIGKILL)
     for process in started:
         process.communicate()
-
-
-def lives(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def gone(pids, seconds=5.0):
-    deadline = time.monotonic() + seconds
-    while any(lives(pid) for pid in pids):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 def end(process, seconds=20):
