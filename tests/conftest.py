@@ -79,3 +79,31 @@ esac
         monkeypatch.setenv("PATH", f"{script.parent}:{os.environ['PATH']}")
 
     return tell
+
+
+@pytest.fixture(scope="session")
+def parts(prepared, tiny_model):
+    """(model factory, store, samples) of the prepared run."""
+    from eagle3.drafter import network, verifier, vocab
+    from eagle3.states.store import StateStore, load_dataset
+    from eagle3.training import batches
+
+    facts = verifier.read(tiny_model)
+    d2t, t2d = vocab.load_mapping(prepared / "03_vocab" / vocab.MAPPING)
+    store = StateStore(prepared / "02_states")
+    samples = batches.read_samples(store, load_dataset(prepared / "02_states"))
+
+    def build(**more):
+        return network.build(facts, [2, 4, 5, 7], d2t, t2d, network.layer_shape(facts), **more)
+
+    return build, store, samples
+
+
+@pytest.fixture
+def one_process():
+    """Training that is alone, on the CPU."""
+    import torch
+
+    from eagle3.training import trainer as training
+
+    return training.Processes(0, 1, torch.device("cpu"))

@@ -1,7 +1,6 @@
 """Figures for people."""
 
 
-
 from eagle3.common import log
 
 

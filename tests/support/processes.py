@@ -1,5 +1,6 @@
 """Waiting for processes, and whether they still live."""
 
+import subprocess
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -11,7 +12,7 @@ def wait_for(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
+        time.sleep(0.005)
     return value
 
 
@@ -32,3 +33,9 @@ def gone(pids: Iterable[int], seconds: float = 0.0) -> bool:
             return False
         time.sleep(0.02)
     return True
+
+
+def end(process: subprocess.Popen, seconds: float = 20) -> tuple[int, str]:
+    """Return (exit code, stderr) of a process that ends by itself."""
+    _, errors = process.communicate(timeout=seconds)
+    return process.returncode, errors
