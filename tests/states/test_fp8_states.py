@@ -8,7 +8,7 @@ import torch
 from hs_connectors import fp8_utils
 from safetensors.torch import load_file, save_file
 from support import kimi_files
-from support.pipeline import LAYERS, kill_at_random_moments, manifest, run_stage, tree, write_traces
+from support.pipeline import LAYERS, kill_midway, manifest, run_stage, tree, write_traces
 from support.project import ROOT
 
 from eagle3.common import tensor_files
@@ -204,7 +204,7 @@ def test_a_scale_that_is_missing_or_not_finite_is_found(small, tmp_path):
 def test_sigkill_costs_nothing(small, tiny_model, tmp_path):
     shutil.copytree(small / "01_traces", tmp_path / "01_traces")
     command = arguments(tmp_path, tiny_model, "--states-dtype", "fp8")
-    kill_at_random_moments(*command, longest_s=12)
+    kill_midway(*command, done=lambda: len(list(tmp_path.glob("02_states/hidden_states/hs_*"))))
     run_stage(*command)
     assert tree(tmp_path / "02_states") == tree(small / "02_states")
 

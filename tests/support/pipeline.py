@@ -6,12 +6,14 @@ import random
 import signal
 import subprocess
 import sys
-import threading
+import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 from eagle3.common import files
 from eagle3.traces import trace_rows
+from support.processes import wait_for
 from support.project import ROOT
 
 LAYERS = "2 4 5 7"
@@ -57,17 +59,24 @@ def write_traces(run_dir: Path, model: Path, count: int = 12, new_tokens: int = 
     return folder
 
 
-def kill_at_random_moments(script: str, *arguments: object, longest_s: float) -> None:
-    """Start a stage and SIGKILL it at random moments, EAGLE3_KILLS times (default 3); it must not end by itself."""
-    rng = random.Random(0)
+def kill_midway(script: str, *arguments: object, done: Callable[[], int]) -> None:
+    """Start a stage EAGLE3_KILLS times (default 3) and SIGKILL it soon after `done()`, units that count, has grown.
+
+    AssertionError when every one of them had ended by itself: then nothing was interrupted.
+    """
+    rng, killed = random.Random(0), 0
     for _ in range(int(os.environ.get("EAGLE3_KILLS", "3"))):
-        process = subprocess.Popen([sys.executable, ROOT / script, *map(str, arguments)], stderr=subprocess.PIPE,
-                                   text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-        timer = threading.Timer(rng.uniform(0.5, longest_s), process.kill)
-        timer.start()
-        errors = process.communicate()[1]
-        timer.cancel()
-        assert process.returncode in (0, -signal.SIGKILL), errors[-4000:]
+        before = done()
+        with tempfile.TemporaryFile("w+") as errors:
+            process = subprocess.Popen([sys.executable, ROOT / script, *map(str, arguments)], stderr=errors,
+                                       env=os.environ | {"OMP_NUM_THREADS": "1"})
+            wait_for(lambda process=process, before=before: process.poll() is not None or done() > before, 300)
+            time.sleep(rng.uniform(0, 0.02))
+            process.kill()
+            errors.seek(0)
+            assert process.wait() in (0, -signal.SIGKILL), errors.read()[-4000:]
+        killed += process.returncode == -signal.SIGKILL
+    assert killed, "it had ended each time"
 
 
 def manifest(folder: Path) -> dict:
@@ -126,3 +135,15 @@ def change_tensors(folder: Path, change: Callable[[dict], object]) -> None:
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def shift_offsets(tensors: dict) -> None:
+    """Make the mapping of a drafter point one token further."""
+    tensors["d2t"] = tensors["d2t"] + 1
+
+
+def random_embedding(tensors: dict) -> None:
+    """Give a drafter an embedding that nobody trained."""
+    import torch
+
+    tensors["embed_tokens.weight"] = torch.randn(tensors["t2d"].shape[0], tensors["norm.weight"].shape[0])

@@ -1,6 +1,5 @@
 """Stage 01 against a stub server: replies, resume, faults, kills."""
 
-import json
 import os
 import random
 import shutil
@@ -11,69 +10,18 @@ import time
 from pathlib import Path
 
 import pytest
-from support.project import ROOT, load_script
+from support.project import ROOT
+from support.stage_01 import SCRIPT, by_id, command, lines, log, manifest, write_prompts
 from support.stub_server import Stub, answer_to
 
 from eagle3.common import files
-from eagle3.common.errors import PreconditionError, StageError
+from eagle3.common.errors import PreconditionError
 from eagle3.common.options import GenerateOptions
 from eagle3.common.script import run_script
 from eagle3.traces import trace_rows
 from eagle3.traces.chat import load_chat
 
-SCRIPT = ROOT / "01_generate_synthetic.py"
 FAST_RETRY = {"retry-after-ms": "10"}
-
-
-@pytest.fixture(scope="module")
-def script():
-    return load_script("01_generate_synthetic")
-
-
-@pytest.fixture
-def stage_01(script, tmp_path):
-    """Run the stage in this process on tmp_path/run; return its exit code."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-
-    def run(stub: Stub, *arguments: str) -> int:
-        argv = [str(SCRIPT), *command(tmp_path, stub), *arguments]
-        return run_script(script.__doc__, GenerateOptions, script.run, argv)
-
-    yield run
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-
-
-def command(tmp_path: Path, stub: Stub) -> list[str]:
-    return ["--run-dir", str(tmp_path / "run"), "--prompts", str(tmp_path / "prompts.jsonl"), "--endpoint", stub.url,
-            "--max-tokens", "64"]
-
-
-def write_prompts(tmp_path: Path, *rows: object) -> Path:
-    """Write rows; a text is a user message with an id of its own."""
-    path = tmp_path / "prompts.jsonl"
-    rows = [{"id": f"id-{row}", "messages": [{"role": "user", "content": row}]} if isinstance(row, str) else row
-            for row in rows]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def lines(tmp_path: Path, name: str = "traces") -> list[dict]:
-    return [row for _, row in files.read_jsonl(tmp_path / "run/01_traces" / f"{name}.jsonl")]
-
-
-def manifest(tmp_path: Path) -> dict:
-    return json.loads((tmp_path / "run/01_traces/manifest.json").read_text())
-
-
-def log(tmp_path: Path) -> str:
-    return (tmp_path / "run/logs/01_traces.log").read_text()
-
-
-def by_id(tmp_path: Path) -> dict[str, dict]:
-    rows = lines(tmp_path)
-    assert len({row["id"] for row in rows}) == len(rows)
-    return {row["id"]: row for row in rows}
 
 
 # --- replies ----------------------------------------------------------------------------------------------
@@ -288,13 +236,15 @@ def test_a_changed_option_is_refused_by_name(stage_01, tmp_path):
                              (["--max-model-len", "99"], "generate.max_model_len: null → 99"),
                              (["--served-model-name", "another"], "another model is to be asked"),
                              (["--reasoning", "off"], "generate.reasoning: \"optional\" → \"off\"")):
+            seen = len(log(tmp_path))
             assert stage_01(stub, *change) == 3, change
-            assert name in log(tmp_path)
+            assert name in log(tmp_path)[seen:]
         write_prompts(tmp_path, "a", "b")
         assert stage_01(stub, "--concurrency", "3", "--retries", "1") == 0
         write_prompts(tmp_path, "a", "b", "c")
+        seen = len(log(tmp_path))
         assert stage_01(other) == 3
-        assert "another" in log(tmp_path)
+        assert "another" in log(tmp_path)[seen:]
         assert sorted(stub.calls) == ["a", "b"]
         assert other.calls == []
 
@@ -462,7 +412,7 @@ def test_a_refused_key_stops_at_once(stage_01, tmp_path, status):
 
 def test_the_server_must_be_chosen_and_answer(script, stage_01, tmp_path):
     write_prompts(tmp_path, "a")
-    base = [str(SCRIPT), "--run-dir", str(tmp_path / "run"), "--prompts", str(tmp_path / "prompts.jsonl")]
+    base, seen = [str(SCRIPT), "--run-dir", str(tmp_path / "run"), "--prompts", str(tmp_path / "prompts.jsonl")], 0
     with Stub() as stub:
         for more, code, words in (
             ([], 2, "--serve starts the engine on --model"),
@@ -474,7 +424,9 @@ def test_the_server_must_be_chosen_and_answer(script, stage_01, tmp_path):
             (["--endpoint", stub.url, "--served-model-name", "x"], 3, "stub-model"),
         ):
             assert run_script(script.__doc__, GenerateOptions, script.run, base + more) == code, more
-            assert words in log(tmp_path), more
+            told = log(tmp_path)
+            assert words in told[seen:], more
+            seen = len(told)
         assert stub.calls == []
 
 
@@ -492,6 +444,7 @@ def test_a_dry_run_changes_nothing_and_fails_where_the_run_would(stage_01, tmp_p
         assert "the disk is too small for the traces" in capsys.readouterr().err
         path.write_text("nonsense\n")
         assert stage_01(stub, "--dry-run") == 3
+        assert "line 1" in capsys.readouterr().err
     write_prompts(tmp_path, "a")
     assert stage_01(stub, "--dry-run") == 3
     assert "no OpenAI-compatible server answers" in capsys.readouterr().err
@@ -632,18 +585,3 @@ assert not heavy, heavy
 assert time.process_time() < 1, time.process_time()
 """
     subprocess.run([sys.executable, "-c", program, str(SCRIPT)], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
-
-
-def test_rows_without_a_token_or_a_field_are_never_sealed():
-    row = {"id": "a", "key": "k", "source": "s", "model": "m", "prompt": {}, "chat_template_kwargs": {},
-           "sampling": {}, "reasoning": None, "content": "x", "tool_calls": [], "finish_reason": "stop",
-           "prompt_token_ids": [1, 2], "completion_token_ids": [3], "token_source": "server", "usage": {}}
-    good = trace_rows.sealed(row)
-    assert trace_rows.sequence(good) == ([1, 2, 3], [0, 0, 1])
-    assert trace_rows.content_identity([good, trace_rows.sealed(row | {"id": "b"})]) == trace_rows.content_identity(
-        [trace_rows.sealed(row | {"id": "b"}), good])
-    for change in ({"completion_token_ids": []}, {"completion_token_ids": [1.5]}, {"prompt_token_ids": [-1]},
-                   {"content": 5}, {"id": None}):
-        with pytest.raises(ValueError):
-            trace_rows.sealed(row | change)
-    assert issubclass(PreconditionError, StageError)

@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 import yaml
+from support.stage_01 import by_id, lines, log, manifest, write_prompts
 from support.stub_server import Stub, answer_to
-from test_generate import by_id, lines, log, manifest, script, stage_01, write_prompts  # noqa: F401 - fixtures too
 
 from eagle3.common.errors import PreconditionError
 from eagle3.common.options import GenerateSection
@@ -19,7 +19,7 @@ QUICK = ["--retries", "1"]
 # --- several servers --------------------------------------------------------------------------------------
 
 
-def test_two_servers_share_the_work(stage_01, tmp_path):  # noqa: F811
+def test_two_servers_share_the_work(stage_01, tmp_path):
     write_prompts(tmp_path, *[f"q{i}" for i in range(40)])
     with Stub({"delay_s": 0.02}) as one, Stub({"delay_s": 0.02, "model": "org/stub-model"}) as two:
         assert stage_01(one, "--endpoint", two.url, "--concurrency", "8") == 0
@@ -29,7 +29,7 @@ def test_two_servers_share_the_work(stage_01, tmp_path):  # noqa: F811
     assert len(by_id(tmp_path)) == 40
 
 
-def test_a_server_that_dies_is_set_aside_and_nothing_is_lost(stage_01, tmp_path):  # noqa: F811
+def test_a_server_that_dies_is_set_aside_and_nothing_is_lost(stage_01, tmp_path):
     write_prompts(tmp_path, *[f"q{i}" for i in range(30)])
     with Stub({"die_after": 5, "delay_s": 0.01}) as dying, Stub({"delay_s": 0.01}) as well:
         assert stage_01(dying, "--endpoint", well.url, "--concurrency", "4", *QUICK) == 0
@@ -37,7 +37,7 @@ def test_a_server_that_dies_is_set_aside_and_nothing_is_lost(stage_01, tmp_path)
     assert "is set aside for 5 s" in log(tmp_path)
 
 
-def test_a_server_that_is_down_at_first_is_asked_once_it_answers(stage_01, tmp_path, monkeypatch):  # noqa: F811
+def test_a_server_that_is_down_at_first_is_asked_once_it_answers(stage_01, tmp_path, monkeypatch):
     monkeypatch.setattr("eagle3.traces.endpoints._FIRST_REST_S", 0.3)
     write_prompts(tmp_path, *[f"q{i}" for i in range(60)])
     with Stub({"delay_s": 0.05}) as well:
@@ -62,7 +62,7 @@ def test_a_server_that_is_down_at_first_is_asked_once_it_answers(stage_01, tmp_p
     assert len(by_id(tmp_path)) == 60
 
 
-def test_a_rejected_request_is_not_tried_elsewhere(stage_01, tmp_path):  # noqa: F811
+def test_a_rejected_request_is_not_tried_elsewhere(stage_01, tmp_path):
     write_prompts(tmp_path, "bad", "good")
     faults = {"replies": {"bad": [{"status": 400, "message": "no"}]}}
     with Stub(faults) as one, Stub(faults) as two:
@@ -70,7 +70,7 @@ def test_a_rejected_request_is_not_tried_elsewhere(stage_01, tmp_path):  # noqa:
         assert Counter(one.calls + two.calls)["bad"] == 1
 
 
-def test_servers_of_different_models_are_refused(stage_01, tmp_path, capsys):  # noqa: F811
+def test_servers_of_different_models_are_refused(stage_01, tmp_path, capsys):
     write_prompts(tmp_path, "q")
     with Stub() as one, Stub({"model": "other"}) as two:
         assert stage_01(one, "--endpoint", two.url) == 3
@@ -101,7 +101,7 @@ def test_a_mix_keeps_its_shares_whatever_else_is_asked(tmp_path):
     assert sum(other.choose(name).name != setting for name, setting in chosen.items()) > 500
 
 
-def test_each_row_records_the_setting_that_it_was_asked_with(stage_01, tmp_path):  # noqa: F811
+def test_each_row_records_the_setting_that_it_was_asked_with(stage_01, tmp_path):
     write_prompts(tmp_path, *[f"q{i}" for i in range(24)])
     path = mix_file(tmp_path, THINKING, INSTANT)
     with Stub() as stub:
@@ -119,7 +119,7 @@ def test_each_row_records_the_setting_that_it_was_asked_with(stage_01, tmp_path)
     assert set(names) == {"thinking", "instant"}
 
 
-def test_another_mix_under_the_same_traces_is_refused(stage_01, tmp_path):  # noqa: F811
+def test_another_mix_under_the_same_traces_is_refused(stage_01, tmp_path):
     write_prompts(tmp_path, "q0")
     with Stub() as stub:
         assert stage_01(stub, "--sampling", str(mix_file(tmp_path, THINKING, INSTANT))) == 0
@@ -156,7 +156,7 @@ def conversation(identity="c", turns=3):
     return {"id": identity, "messages": messages}
 
 
-def test_each_turn_is_asked_on_what_was_generated_before(stage_01, tmp_path):  # noqa: F811
+def test_each_turn_is_asked_on_what_was_generated_before(stage_01, tmp_path):
     write_prompts(tmp_path, conversation())
     with Stub() as stub:
         assert stage_01(stub, "--turns", "all") == 0
@@ -167,7 +167,7 @@ def test_each_turn_is_asked_on_what_was_generated_before(stage_01, tmp_path):  #
     assert list(by_id(tmp_path)) == ["c#0", "c#1", "c#2"]
 
 
-def test_a_conversation_goes_on_from_its_finished_turns(stage_01, tmp_path):  # noqa: F811
+def test_a_conversation_goes_on_from_its_finished_turns(stage_01, tmp_path):
     write_prompts(tmp_path, conversation())
     with Stub({"replies": {"c question 1": [{"status": 400}]}}) as stub:
         assert stage_01(stub, "--turns", "all") == 4
@@ -182,7 +182,7 @@ def test_a_conversation_goes_on_from_its_finished_turns(stage_01, tmp_path):  # 
     assert len(by_id(tmp_path)) == 3 and manifest(tmp_path)["counts"]["done"] == 3
 
 
-def test_what_follows_a_skipped_turn_is_skipped(stage_01, tmp_path):  # noqa: F811
+def test_what_follows_a_skipped_turn_is_skipped(stage_01, tmp_path):
     write_prompts(tmp_path, conversation(), conversation("d"))
     with Stub({"replies": {"c question 1": [{"content": ""}]}}) as stub:
         assert stage_01(stub, "--turns", "all") == 0
@@ -193,7 +193,7 @@ def test_what_follows_a_skipped_turn_is_skipped(stage_01, tmp_path):  # noqa: F8
     assert len(by_id(tmp_path)) == 4
 
 
-def test_generated_tool_calls_with_results_stay_as_they_are(stage_01, tmp_path):  # noqa: F811
+def test_generated_tool_calls_with_results_stay_as_they_are(stage_01, tmp_path):
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     write_prompts(tmp_path, {"id": "t", "messages": [
         {"role": "user", "content": "use f"}, {"role": "assistant", "content": None, "tool_calls": [call]},
@@ -207,7 +207,7 @@ def test_generated_tool_calls_with_results_stay_as_they_are(stage_01, tmp_path):
 # --- token ids --------------------------------------------------------------------------------------------
 
 
-def test_ids_are_compared_with_the_templates(stage_01, tmp_path, tiny_model):  # noqa: F811
+def test_ids_are_compared_with_the_templates(stage_01, tmp_path, tiny_model):
     write_prompts(tmp_path, *[f"q{i}" for i in range(5)])
     with Stub({"chat": load_chat(tiny_model), "spelled": True}) as stub:  # the same texts in other tokens
         assert stage_01(stub, "--model", str(tiny_model), "--check-tokens", "3") == 0
@@ -216,7 +216,7 @@ def test_ids_are_compared_with_the_templates(stage_01, tmp_path, tiny_model):  #
     assert "3 prompts and 3 completions differ" in log(tmp_path)
 
 
-def test_equal_ids_are_reported_as_such(stage_01, tmp_path, tiny_model):  # noqa: F811
+def test_equal_ids_are_reported_as_such(stage_01, tmp_path, tiny_model):
     write_prompts(tmp_path, "q0")
     chat = load_chat(tiny_model)
     prompt = chat.prompt_ids([{"role": "user", "content": "q0"}], [])

@@ -226,7 +226,7 @@ def test_fp8_states_decode_as_on_a_cpu():
 
 def gradients_of(prepared, tiny_model, dtype):
     """Return loss and gradients of a batch on a drafter and states of the tests."""
-    from test_fsdp import trainer_of
+    from support.trainers import trainer_of
 
     from eagle3.common.options import TrainSection
     from eagle3.training import trainer as training

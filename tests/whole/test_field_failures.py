@@ -6,12 +6,11 @@ whose keys an old SGLang skips; an embedding that nobody trained; layer ids off 
 
 import json
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
 from support.fake_engine import install
-from support.pipeline import change_config, change_tensors, run_stage, write_export
+from support.pipeline import change_config, change_tensors, random_embedding, run_stage
 from support.project import ROOT, load_script
 from support.released_engine import released
 from support.stub_server import Stub
@@ -24,12 +23,6 @@ from eagle3.engines import patch_files
 
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 PROMPTS = ROOT / "prompts" / "benchmark.jsonl"
-
-
-@pytest.fixture
-def drafter(tiny_model, tmp_path):
-    """The finished export of a run on the tiny model, trained on layers 2, 4 and 5."""
-    return write_export(tmp_path / "run/05_export", tiny_model)
 
 
 def benchmark(tmp_path, model, drafter, python, *more, check=None):
@@ -86,9 +79,8 @@ def kimi(tiny_model, tmp_path):
 
 
 @pytest.fixture
-def benchmark_here(tmp_path, monkeypatch):
+def benchmark_here(tmp_path, monkeypatch, kept_handlers):
     """Run stage 06 in this process, where the patches may be others than those of the project."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     module = load_script("06_benchmark")
 
@@ -99,9 +91,7 @@ def benchmark_here(tmp_path, monkeypatch):
         assert not list((tmp_path / "run").glob("logs/*-server.log"))
         return code
 
-    yield run
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    return run
 
 
 def needs_patches_until_they_are_applied(python, kimi, drafter, benchmark_here, capsys):
@@ -169,12 +159,6 @@ def test_keys_that_an_old_sglang_skips_are_refused_and_stage_05_mends_them(tiny_
 
 
 # --- "15% acceptance with no explanation" -----------------------------------------------------------------
-
-
-def random_embedding(tensors):
-    import torch
-
-    tensors["embed_tokens.weight"] = torch.randn(tensors["t2d"].shape[0], tensors["norm.weight"].shape[0])
 
 
 def test_an_embedding_that_nobody_trained(tiny_model, drafter, tmp_path):

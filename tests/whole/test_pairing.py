@@ -96,7 +96,7 @@ def test_what_the_writer_recorded_is_proved_by_the_reader(run, tiny_model, name,
     stage = extract if name.startswith("01") else train
     refused = stage(run, tiny_model, "--out", run / "fresh", check=3)
     assert name in refused.stderr and "expected:" in refused.stderr and "fix:" in refused.stderr
-    assert not list((run / "fresh").glob("*")) or not (run / "fresh/checkpoints").exists()
+    assert not list((run / "fresh").rglob("*.safetensors"))
 
 
 def test_states_and_mapping_swapped_with_another_runs_are_refused(run, tiny_model, tmp_path):
@@ -108,6 +108,12 @@ def test_states_and_mapping_swapped_with_another_runs_are_refused(run, tiny_mode
         shutil.copy(other / name, run / name)
     refused = train(run, tiny_model, "--out", run / "fresh", check=3)
     assert "hidden_states/hs_" in refused.stderr
+    run_stage("03_build_vocab_mapping.py", "--run-dir", other, "--model", tiny_model, "--draft-vocab-size", 128)
+    mapping = "03_vocab/vocab_mapping.safetensors"
+    assert files.sha256_file(other / mapping) != files.sha256_file(run / mapping)
+    shutil.copy(other / mapping, run / mapping)
+    refused = train(run, tiny_model, "--out", run / "fresh", check=3)
+    assert mapping in refused.stderr
 
 
 def test_training_with_another_verifier_of_the_same_sizes_is_refused(run, tiny_model, tmp_path):

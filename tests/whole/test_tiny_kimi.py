@@ -72,6 +72,14 @@ def test_answers_are_right():
             gains = sum(int(n) for n in re.findall(r"(?:buys|gets) (\d+)", task.question))
             losses = sum(int(n) for n in re.findall(r"(?:gives|loses) (\d+)", task.question))
             assert f" has {numbers[0] + gains - losses} " in task.answer
+        elif task.kind == "replacement":
+            old, new = re.search(r"(?:every|each) (.) .*(?:with|to) (.)\.", task.question).groups()
+            assert task.answer.split("-") == list(words[0].replace(old, new))
+        elif task.kind == "counting":
+            letter = re.search(r"(?:times does|the letter) (.) ", task.question).group(1)
+            assert task.answer == f"{letter} occurs {words[0].count(letter)} times"
+        else:
+            pytest.fail(f"nobody checks {task.kind}")
 
 
 def test_special_tokens_are_kimis_by_name(codec):

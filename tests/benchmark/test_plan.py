@@ -1,0 +1,47 @@
+"""What is checked and chosen before a server is started."""
+
+import subprocess
+
+import pytest
+from support.project import ROOT
+
+from eagle3.benchmark import plan
+from eagle3.common.options import BenchmarkOptions
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--drafter", "absent"], 3, "config.json is missing"),
+        (["--model", "absent"], 3, "not a model folder"),
+        (["--engine-python", "/absent/python"], 3, "does not run"),
+        (["--prompts", "absent.jsonl"], 3, "prompts file is missing"),
+        (["--concurrency", "0"], 2, "at least 1"),
+        (["--draft-tokens", "3", "3"], 2, "different numbers"),
+    ],
+)
+def test_preconditions_fail_in_a_dry_run_too(bench, arguments, code, message):
+    result = bench.run("--dry-run", *arguments)
+    assert result.returncode == code and message in result.stderr
+    assert not (bench.here / "run").exists()
+
+
+def test_unfinished_export_is_refused_and_dry_run_writes_nothing(bench):
+    dry = bench.run("--dry-run")
+    assert dry.returncode == 0 and "24 requests" in dry.stderr and not (bench.here / "run").exists()
+    command = [part for part in bench.command() if part not in ("--drafter", str(bench.here / "drafter"))]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 3 and "05_fix_weight_keys.py" in result.stderr
+
+
+def test_states_for_the_prediction_come_from_a_vllm():
+    options = BenchmarkOptions()
+    assert plan.capture_engine(options) is options.engine
+    options.benchmark.temperature = 0.7
+    assert plan.capture_engine(options) is None
+    options.benchmark.temperature = 0.0
+    options.engine.kind, options.engine.args = "sglang", ["--attention-backend", "triton"]
+    found = plan.capture_engine(options)  # this interpreter has it
+    assert (found.kind, found.args) == ("vllm", [])
+    options.benchmark.capture_python = "/usr/bin/python3"
+    assert plan.capture_engine(options) is None
