@@ -107,7 +107,7 @@ def test_missing_counters_are_unavailable(bench):
     assert bench.results()["runs"][1]["acceptance"] is None
 
 
-def test_attached_servers_are_checked_and_left_running(bench):
+def test_attached_servers_are_measured_and_left_running(bench):
     engine = EngineOptions(python=bench.python, env={"FAKE_LOG": str(bench.here / "requests")})
     stage = SimpleNamespace(run_dir=bench.here / "servers", check_stop=lambda: None)
     model = bench.here / "verifier"
@@ -131,5 +131,6 @@ def test_no_key_is_written_anywhere(bench, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "canary-7f3a")
     result = bench.run("--concurrency", "1", "--log-level", "debug")
     assert result.returncode == 0 and "canary" not in result.stderr
+    assert {request["authorization"] for request in bench.requests()} == {"Bearer canary-7f3a"}
     written = [path for path in (bench.here / "run").rglob("*") if path.is_file()]
     assert written and not any(b"canary" in path.read_bytes() for path in written)

@@ -20,7 +20,7 @@ from eagle3.common.options import BenchmarkOptions
         (["--draft-tokens", "3", "3"], 2, "different numbers"),
     ],
 )
-def test_preconditions_fail_in_a_dry_run_too(bench, arguments, code, message):
+def test_preconditions_fail_in_a_dry_run(bench, arguments, code, message):
     result = bench.run("--dry-run", *arguments)
     assert result.returncode == code and message in result.stderr
     assert not (bench.here / "run").exists()

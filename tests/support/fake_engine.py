@@ -77,7 +77,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         text = body["messages"][-1]["content"]
-        note(text=text, max_tokens=body["max_tokens"], drafter=bool(options.speculative_config))
+        note(text=text, max_tokens=body["max_tokens"], drafter=bool(options.speculative_config),
+             authorization=self.headers["Authorization"])
         with lock:
             drafts[0] += 10
             if mode == "die" and drafts[0] > 50:

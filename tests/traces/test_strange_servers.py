@@ -4,8 +4,8 @@ import json
 import shutil
 
 import pytest
+from support.stage_01 import by_id, lines, log, manifest, write_prompts
 from support.stub_server import Stub, answer_to
-from test_generate import by_id, lines, log, manifest, script, stage_01, write_prompts  # noqa: F401
 
 from eagle3.common.errors import PreconditionError
 from eagle3.engines import servers
@@ -23,7 +23,7 @@ def many(count, start=0):
 
 
 @pytest.mark.parametrize("reason", ["abort", "error", None, "cancelled"])
-def test_what_the_server_aborted_is_asked_again(stage_01, tmp_path, reason):  # noqa: F811
+def test_what_the_server_aborted_is_asked_again(stage_01, tmp_path, reason):
     write_prompts(tmp_path, "a", "aborted", "b")
     half = {"content": "You", "finish_reason": reason}
     with Stub({"replies": {"aborted": [half, {}]}}) as stub:
@@ -37,7 +37,7 @@ def test_what_the_server_aborted_is_asked_again(stage_01, tmp_path, reason):  # 
     assert len(by_id(tmp_path)) == 3
 
 
-def test_aborted_replies_within_the_limit_are_a_success(stage_01, tmp_path):  # noqa: F811
+def test_aborted_replies_within_the_limit_are_a_success(stage_01, tmp_path):
     write_prompts(tmp_path, "a", "aborted")
     with Stub({"replies": {"aborted": [{"finish_reason": "abort"}]}}) as stub:
         assert stage_01(stub, "--max-failures", "1") == 0
@@ -51,7 +51,7 @@ def test_aborted_replies_within_the_limit_are_a_success(stage_01, tmp_path):  # 
     ({"content": None, "token_ids": False, "tool_calls": [
         {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]}, [], "token ids"),
 ])
-def test_one_fault_in_all_replies_stops_early_and_writes_none_off(stage_01, tmp_path, step, more, words):  # noqa: F811
+def test_one_fault_in_all_replies_stops_early_and_writes_none_off(stage_01, tmp_path, step, more, words):
     write_prompts(tmp_path, *many(100))
     with Stub({"default": step}) as stub:
         assert stage_01(stub, "--concurrency", "4", *more) == 3
@@ -63,7 +63,7 @@ def test_one_fault_in_all_replies_stops_early_and_writes_none_off(stage_01, tmp_
         assert len(mended.calls) == 100
 
 
-def test_single_faults_are_recorded_once_another_reply_gives_a_trace(stage_01, tmp_path):  # noqa: F811
+def test_single_faults_are_recorded_once_another_reply_gives_a_trace(stage_01, tmp_path):
     write_prompts(tmp_path, *many(6), "good")
     with Stub({"default": {"content": ""}, "replies": {"good": [{}]}}) as stub:
         assert stage_01(stub, "--concurrency", "1") == 0
@@ -71,7 +71,7 @@ def test_single_faults_are_recorded_once_another_reply_gives_a_trace(stage_01, t
     assert len(lines(tmp_path, "skipped")) == 6 and len(lines(tmp_path)) == 1
 
 
-def test_one_setting_of_a_mix_with_a_fault_does_not_write_off_its_prompts(stage_01, tmp_path):  # noqa: F811
+def test_one_setting_of_a_mix_with_a_fault_does_not_write_off_its_prompts(stage_01, tmp_path):
     mix = tmp_path / "mix.json"
     mix.write_text(json.dumps([{"name": "good"}, {"name": "bad", "reasoning": "off"}]))
     write_prompts(tmp_path, *many(100))
@@ -81,7 +81,7 @@ def test_one_setting_of_a_mix_with_a_fault_does_not_write_off_its_prompts(stage_
     assert "unwanted reasoning" in log(tmp_path)
 
 
-def test_a_skip_that_holds_for_one_server_only_can_be_asked_again(stage_01, tmp_path, tiny_model):  # noqa: F811
+def test_a_skip_that_holds_for_one_server_only_can_be_asked_again(stage_01, tmp_path, tiny_model):
     write_prompts(tmp_path, "long " * 60, "a")
     chat = load_chat(tiny_model)
     with Stub({"chat": chat, "max_model_len": 60}) as stub:
@@ -97,7 +97,7 @@ def test_a_skip_that_holds_for_one_server_only_can_be_asked_again(stage_01, tmp_
 # --- types from outside -----------------------------------------------------------------------------------
 
 
-def test_a_content_in_parts_is_text_and_reasoning(stage_01, tmp_path):  # noqa: F811
+def test_a_content_in_parts_is_text_and_reasoning(stage_01, tmp_path):
     parts = [{"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}, {"type": "text", "text": "so "},
              {"type": "text", "text": "it is"}]
     write_prompts(tmp_path, "q")
@@ -131,7 +131,7 @@ def test_a_content_in_parts_is_text_and_reasoning(stage_01, tmp_path):  # noqa: 
     ({"raw": {"choices": [7]}}, "choices"),
     ({"raw": {}}, "no choices"),
 ])
-def test_a_reply_of_odd_types_fails_and_the_run_goes_on(stage_01, tmp_path, step, words):  # noqa: F811
+def test_a_reply_of_odd_types_fails_and_the_run_goes_on(stage_01, tmp_path, step, words):
     write_prompts(tmp_path, "odd", "good")
     with Stub({"replies": {"odd": [step, {}]}}) as stub:
         assert stage_01(stub, *ONCE) == 4
@@ -141,7 +141,7 @@ def test_a_reply_of_odd_types_fails_and_the_run_goes_on(stage_01, tmp_path, step
     assert len(by_id(tmp_path)) == 2
 
 
-def test_ids_beyond_the_vocabulary_fail(stage_01, tmp_path, tiny_model):  # noqa: F811
+def test_ids_beyond_the_vocabulary_fail(stage_01, tmp_path, tiny_model):
     write_prompts(tmp_path, "odd", "good")
     with Stub({"chat": load_chat(tiny_model), "replies": {"odd": [{"choice": {"token_ids": [3, 999_999]}}]}}) as stub:
         assert stage_01(stub, "--model", str(tiny_model)) == 4
@@ -150,7 +150,7 @@ def test_ids_beyond_the_vocabulary_fail(stage_01, tmp_path, tiny_model):  # noqa
     assert list(by_id(tmp_path)) == ["id-good#0"]
 
 
-def test_a_few_ids_that_contradict_their_text_are_told(stage_01, tmp_path, tiny_model):  # noqa: F811
+def test_a_few_ids_that_contradict_their_text_are_told(stage_01, tmp_path, tiny_model):
     chat = load_chat(tiny_model)
     write_prompts(tmp_path, *many(25), "odd")
     other = {"choice": {"token_ids": chat._text_ids("quite another text")}}
@@ -161,7 +161,7 @@ def test_a_few_ids_that_contradict_their_text_are_told(stage_01, tmp_path, tiny_
     assert manifest(tmp_path)["token_proof"]["texts_differ"] == 1
 
 
-def test_ids_that_contradict_the_text_stop_the_run_above_a_share(stage_01, tmp_path, tiny_model):  # noqa: F811
+def test_ids_that_contradict_the_text_stop_the_run_above_a_share(stage_01, tmp_path, tiny_model):
     write_prompts(tmp_path, *many(60))
     with Stub({"replies": {"p0": [{"raw": "x"}]}}) as stub:  # its ids are bytes, of no tokenizer
         assert stage_01(stub, "--model", str(tiny_model), "--concurrency", "2", *ONCE) == 3
@@ -170,7 +170,7 @@ def test_ids_that_contradict_the_text_stop_the_run_above_a_share(stage_01, tmp_p
     assert "contradict the text in 20 of the first 20 replies" in log(tmp_path) and "--model" in log(tmp_path)
 
 
-def test_a_reply_that_names_another_model_is_told_with_figures(stage_01, tmp_path):  # noqa: F811
+def test_a_reply_that_names_another_model_is_told_with_figures(stage_01, tmp_path):
     write_prompts(tmp_path, *many(5))
     other = {"more": {"model": "another"}}
     with Stub({"replies": {"p1": [other], "p3": [other], "p4": [{"more": {"model": "org/Stub-Model"}}]}}) as stub:
@@ -204,7 +204,7 @@ def calling_model(tiny_model, tmp_path):
     return folder
 
 
-def test_cut_arguments_are_rendered_as_the_server_does(stage_01, tmp_path, calling_model):  # noqa: F811
+def test_cut_arguments_are_rendered_as_the_server_does(stage_01, tmp_path, calling_model):
     write_prompts(tmp_path, called("whole", '{"city": "Oslo"}'), called("cut", '{"city": '), called("none", ""),
                   called("list", "[1]"))
     chat = load_chat(calling_model)
@@ -215,7 +215,7 @@ def test_cut_arguments_are_rendered_as_the_server_does(stage_01, tmp_path, calli
     assert all("[]" in prompts[f"{name}#1"] for name in ("cut", "none", "list"))
 
 
-def test_no_prompt_holds_the_word_none(stage_01, tmp_path, calling_model):  # noqa: F811
+def test_no_prompt_holds_the_word_none(stage_01, tmp_path, calling_model):
     write_prompts(tmp_path, called("a", "{}"))
     chat = load_chat(calling_model)
     with Stub({"chat": chat}) as stub:
@@ -248,7 +248,7 @@ def test_whatever_a_template_raises_it_refuses_that_row(tiny_model, template):
     {"detail": [{"loc": ["body"], "msg": "upstream is overloaded"}]},
     {"choices": [{"error": {"message": "upstream is overloaded"}, "message": {}}]},
 ])
-def test_the_servers_words_are_kept_when_an_error_comes_with_http_200(stage_01, tmp_path, body):  # noqa: F811
+def test_the_servers_words_are_kept_when_an_error_comes_with_http_200(stage_01, tmp_path, body):
     write_prompts(tmp_path, "broken", "good")
     with Stub({"replies": {"broken": [{"raw": body}, {"raw": body}, {}]}}) as stub:
         assert stage_01(stub, "--retries", "1") == 4
@@ -268,7 +268,7 @@ def test_a_servers_words_in_every_form():
 
 
 @pytest.mark.parametrize("form", [{}, {"refuses_status": 422, "refuses_detail": True}])
-def test_a_server_that_refuses_token_ids_is_asked_without(stage_01, tmp_path, tiny_model, form):  # noqa: F811
+def test_a_server_that_refuses_token_ids_is_asked_without(stage_01, tmp_path, tiny_model, form):
     write_prompts(tmp_path, *many(8))
     refusing = {"refuses": ["return_token_ids"], "chat": load_chat(tiny_model)} | form
     with Stub(refusing) as stub:
@@ -281,7 +281,7 @@ def test_a_server_that_refuses_token_ids_is_asked_without(stage_01, tmp_path, ti
     assert said.count("does not take return_token_ids") == 1 and "Extra inputs are not permitted" in said
 
 
-def test_an_error_that_quotes_the_request_refuses_nothing(stage_01, tmp_path):  # noqa: F811
+def test_an_error_that_quotes_the_request_refuses_nothing(stage_01, tmp_path):
     write_prompts(tmp_path, "bad", "good")
     quoting = {"status": 422, "message": "messages is odd; the body was {'return_token_ids': true}"}
     with Stub({"replies": {"bad": [quoting]}}) as stub:
@@ -290,7 +290,7 @@ def test_an_error_that_quotes_the_request_refuses_nothing(stage_01, tmp_path):  
     assert "does not take" not in log(tmp_path)
 
 
-def test_a_refusal_of_anything_else_is_kept_in_the_servers_words(stage_01, tmp_path):  # noqa: F811
+def test_a_refusal_of_anything_else_is_kept_in_the_servers_words(stage_01, tmp_path):
     write_prompts(tmp_path, *many(30))
     with Stub({"refuses": ["seed"], "refuses_status": 422, "refuses_detail": True}) as stub:
         assert stage_01(stub, "--max-consecutive-failures", "5", "--concurrency", "1") == 4
@@ -306,7 +306,7 @@ def stripped(reasoning="hm\n", content="\n\nso"):
             "shown": {"reasoning": reasoning.strip(), "content": content.strip()}}
 
 
-def test_a_parser_that_strips_white_space_stops_the_run(stage_01, tmp_path, tiny_model):  # noqa: F811
+def test_a_parser_that_strips_white_space_stops_the_run(stage_01, tmp_path, tiny_model):
     write_prompts(tmp_path, *many(60))
     with Stub({"chat": load_chat(tiny_model), "default": stripped()}) as stub:
         assert stage_01(stub, "--model", str(tiny_model), "--concurrency", "2") == 3
@@ -316,7 +316,7 @@ def test_a_parser_that_strips_white_space_stops_the_run(stage_01, tmp_path, tiny
     assert "return_token_ids" in log(tmp_path)
 
 
-def test_a_few_counts_that_differ_are_skipped_and_told(stage_01, tmp_path, tiny_model):  # noqa: F811
+def test_a_few_counts_that_differ_are_skipped_and_told(stage_01, tmp_path, tiny_model):
     write_prompts(tmp_path, *many(40), "odd")
     with Stub({"chat": load_chat(tiny_model), "token_ids": False, "replies": {"odd": [stripped()]}}) as stub:
         assert stage_01(stub, "--model", str(tiny_model), "--concurrency", "1") == 0
@@ -333,8 +333,8 @@ def test_a_few_counts_that_differ_are_skipped_and_told(stage_01, tmp_path, tiny_
 @pytest.mark.parametrize(("usage", "reason"), [
     ({"prompt_tokens": 1, "completion_tokens": 25}, "token count differs"), (None, "token count not told"),
     ({"completion_tokens": 25}, "token count not told")])
-def test_prompts_are_counted_too_and_without_counts_nothing_is_believed(  # noqa: F811
-        stage_01, tmp_path, tiny_model, usage, reason):  # noqa: F811
+def test_prompts_are_counted_too_and_without_counts_nothing_is_believed(
+        stage_01, tmp_path, tiny_model, usage, reason):
     write_prompts(tmp_path, *many(3))
     with Stub({"chat": load_chat(tiny_model), "token_ids": False, "default": {"usage": usage}}) as stub:
         assert stage_01(stub, "--model", str(tiny_model)) == 3
@@ -342,7 +342,7 @@ def test_prompts_are_counted_too_and_without_counts_nothing_is_believed(  # noqa
     assert reason in log(tmp_path)
 
 
-def test_no_think_tag_is_invented(stage_01, tmp_path, tiny_model):  # noqa: F811
+def test_no_think_tag_is_invented(stage_01, tmp_path, tiny_model):
     from transformers import AutoTokenizer
 
     folder = tmp_path / "channels"
@@ -373,7 +373,7 @@ def test_no_think_tag_is_invented(stage_01, tmp_path, tiny_model):  # noqa: F811
 # --- conversations of user turns --------------------------------------------------------------------------
 
 
-def test_user_turns_are_answered_one_after_the_other(stage_01, tmp_path):  # noqa: F811
+def test_user_turns_are_answered_one_after_the_other(stage_01, tmp_path):
     write_prompts(tmp_path, {"question_id": 81, "turns": ["write", "again", "more"]})
     with Stub() as stub:
         assert stage_01(stub) == 0
@@ -382,7 +382,7 @@ def test_user_turns_are_answered_one_after_the_other(stage_01, tmp_path):  # noq
     assert list(by_id(tmp_path)) == ["81#0", "81#1", "81#2"]
 
 
-def test_separators_in_texts_survive_the_stage(stage_01, tmp_path):  # noqa: F811
+def test_separators_in_texts_survive_the_stage(stage_01, tmp_path):
     texts = ["a\u2028b", "a\u2029b", "a\x85b", "a\x0cb\x0bc\x1ed"]
     (tmp_path / "prompts.jsonl").write_text("".join(
         json.dumps({"id": str(i), "prompt": text}, ensure_ascii=False) + "\n" for i, text in enumerate(texts)))
@@ -423,7 +423,7 @@ def test_a_proxy_is_for_other_hosts_only(proxied):
         servers.proxy_for("http://far.example/v1")
 
 
-def test_every_request_to_another_host_goes_through_the_proxy(stage_01, tmp_path, proxied):  # noqa: F811
+def test_every_request_to_another_host_goes_through_the_proxy(stage_01, tmp_path, proxied):
     write_prompts(tmp_path, *many(3))
 
     class Far:
@@ -440,7 +440,7 @@ def test_every_request_to_another_host_goes_through_the_proxy(stage_01, tmp_path
         assert len(stub.lines) == seen
 
 
-def test_no_proxy_stands_before_what_is_on_this_machine(stage_01, tmp_path, proxied):  # noqa: F811
+def test_no_proxy_stands_before_what_is_on_this_machine(stage_01, tmp_path, proxied):
     write_prompts(tmp_path, "a")
     proxied(http_proxy="http://127.0.0.1:9", all_proxy="http://127.0.0.1:9")
     with Stub() as stub:
