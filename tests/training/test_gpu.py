@@ -252,7 +252,7 @@ def test_a_step_has_the_loss_and_gradients_of_the_plain_forms(fused, prepared, t
 
 def test_a_group_of_processes_takes_the_same_steps(fused, prepared, tiny_model):
     """FSDP's weights, gathered in bf16, and its parts of them in the optimizer: in a group of one."""
-    from test_fsdp import trainer_of
+    from support.trainers import trainer_of
 
     from eagle3.common.options import TrainSection
     from eagle3.training import optimizer, sharding
