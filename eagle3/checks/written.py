@@ -37,16 +37,19 @@ print(json.dumps({name: getattr(config, name, None) for name in names}))
 def require_written(export: Export, folder: Path, python: str | None = None) -> list[Finding]:
     """Return what the checks find in what was just written there; PreconditionError when one fails.
 
+    Whether RoPE is as trained was asked of the checkpoint; here it has to be the checkpoint's.
+
     Args:
         export: what was to be written. python: interpreter of the engine; None for this one.
     """
     raw = config_keys.read(folder, "export it again")
     written = dataclasses.replace(export, folder=folder, raw=raw, tensors=tensor_files.read(folder),
                                   given_ids=export.ids)
-    found = export_checks.run(written)
+    found = [each for each in export_checks.run(written) if each.name != "rope-as-trained"]
     if export.engine != "speculators":
         found += drafter_checks.as_served(written)
-    found += [_named("tensors-as-planned", lambda: _tensors(export, folder)),
+    found += [_named("rope-of-the-checkpoint", lambda: _rope(export, written)),
+              _named("tensors-as-planned", lambda: _tensors(export, folder)),
               _named("config-as-the-engine-loads-it", lambda: _config(export, folder, python))]
     findings.require(found, folder)
     return [dataclasses.replace(each, name=f"written {each.name}") for each in found]
@@ -55,6 +58,14 @@ def require_written(export: Export, folder: Path, python: str | None = None) -> 
 def _named(name: str, check: Callable[[], Finding]) -> Finding:
     reason = "an engine reads the file, not what was meant to be in it"
     return dataclasses.replace(export_checks.attempted(check), name=name, reason=reason)
+
+
+def _rope(export: Export, written: Export) -> Finding:
+    """Compare the RoPE that was written with the checkpoint's, as angles."""
+    meant, found = angles.normal(export.flat), angles.normal(written.flat)
+    if parts := angles.difference(found, meant, export.flat["head_dim"], export.serving_length):
+        return Finding(FAIL, f"{found}, which parts at {parts}", str(meant), "export it again")
+    return Finding(OK, f"{found['rope_type']}, theta {found['rope_theta']:g}")
 
 
 def _tensors(export: Export, folder: Path) -> Finding:

@@ -314,6 +314,15 @@ def change_config(folder, values):
     files.write_json(folder / "config.json", files.read_json(folder / "config.json") | values)
 
 
+def test_rope_that_training_took_from_a_published_drafter_is_exported(trained, tiny_model, tmp_path):
+    folder = shutil.copytree(trained / "04_train" / "checkpoints" / "best", tmp_path / "step_1")
+    change_config(folder, {"rope_theta": 5e3, "rope_parameters": {"rope_type": "default", "rope_theta": 5e3}})
+    digests = files.read_json(folder / "checksums.json")
+    files.write_json(folder / "checksums.json", digests | {"config.json": files.sha256_file(folder / "config.json")})
+    export(tmp_path / "run", tiny_model, "--checkpoint", folder)
+    assert files.read_json(tmp_path / "run" / "05_export" / "vllm" / "config.json")["rope_theta"] == 5e3
+
+
 def test_what_was_written_has_the_tensors_that_were_to_be_shipped(trained, tiny_model, tmp_path, monkeypatch):
     def cast(target):
         change(target, tensors=lambda t: {name: each.float() if each.is_floating_point() else each
