@@ -69,6 +69,7 @@ def test_server_that_dies_midway_and_resume(bench):
     assert failed.returncode == 3 and "Segmentation fault in fake kernel" in failed.stderr
     assert bench.manifest()["status"] == "failed" and not (bench.out / "results.json").exists()
     measured = sorted(path.stem for path in (bench.out / "runs").glob("*.json"))
+    assert measured
     resumed = bench.run("--concurrency", "1", "2")
     assert resumed.returncode == 0, resumed.stderr
     assert all(f"{name} is measured already" in resumed.stderr for name in measured)
