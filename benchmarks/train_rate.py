@@ -27,6 +27,7 @@ import torch
 from eagle3.common import files
 from eagle3.common.options import TrainSection
 from eagle3.drafter.network import _empty_model, layer_shape
+from eagle3.drafter.output import Output
 from eagle3.drafter.verifier import Verifier
 from eagle3.states.store import StateStore, Stored
 from eagle3.training import batches
@@ -138,7 +139,7 @@ def mask_of(given: argparse.Namespace) -> Any:
 def random_model(given: argparse.Namespace, device: torch.device) -> Any:
     """Return a drafter with random weights on the device."""
     facts = Verifier(Path("."), "KimiK25ForConditionalGeneration", "kimi_k25", given.hidden, 61, 163840, 262144, 1e-5,
-                     False, True, KIMI)
+                     False, True, Output(), KIMI)
     with device:
         model = _empty_model(facts, [2, 30, 58, 60], given.draft_vocab, layer_shape(facts))
     model = model.to(device)
