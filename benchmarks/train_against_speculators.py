@@ -45,7 +45,7 @@ def main() -> int:
     parser.add_argument("--prompt", type=int, default=0, help="of these, positions without loss")
     parser.add_argument("--ttt-steps", type=int, default=3)
     parser.add_argument("--steps", type=int, default=20, help="steps that are timed, of each kind")
-    parser.add_argument("--peer", action=argparse.BooleanOptionalAction, default=True, help="it compiles for a minute")
+    parser.add_argument("--no-peer", action="store_true", help="leave speculators out, which compiles for a minute")
     given = parser.parse_args()
     processes = Processes.start()
     measured: dict[str, dict[str, float]] = {}
@@ -68,7 +68,7 @@ def plan(given: argparse.Namespace, processes: Processes) -> Iterator[tuple[str,
         yield "ours, trained head" + turn, lambda: ours(given, processes, trained_head=True)
         if not turn:
             yield "products, trained head", lambda: products(given, processes, trained_head=True)
-            if given.peer:
+            if not given.no_peer:
                 yield "speculators, frozen head", lambda: peer(given, processes)
 
 
@@ -81,7 +81,7 @@ def summary(given: argparse.Namespace, measured: dict[str, dict[str, float]]) ->
     frozen, trained, bare = rate("ours, frozen"), rate("ours, trained"), rate("products")
     result = {"frozen": round(frozen), "trained": round(trained), "products": round(bare),
               "of_products": round(trained / bare, 3), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
-    if given.peer:
+    if not given.no_peer:
         figures = measured["speculators, frozen head"]
         with_copy = given.tokens / (figures["seconds"] + figures["copy"])
         result |= {"peer": round(rate("speculators")), "peer_with_copy": round(with_copy),
