@@ -21,8 +21,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def prepared(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run directory with traces, states (transformers backend) and mapping of the tiny model."""
+def prepared(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A run directory with traces, states (transformers backend) and mapping of the tiny model; to be read only."""
     from support.pipeline import LAYERS, run_stage, write_traces
 
     run_dir = tmp_path_factory.mktemp("prepared")
@@ -30,7 +30,9 @@ def prepared(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     run_stage("02_extract_hidden_states.py", "--run-dir", run_dir, "--model", tiny_model, "--backend", "hf", "--dtype",
               "float32", "--layers", *LAYERS.split(), "--max-length", 64)
     run_stage("03_build_vocab_mapping.py", "--run-dir", run_dir, "--model", tiny_model, "--draft-vocab-size", 128)
-    return run_dir
+    there = sorted(path.name for path in run_dir.iterdir())
+    yield run_dir
+    assert sorted(path.name for path in run_dir.iterdir()) == there, "a test wrote into the run that all share"
 
 
 @pytest.fixture(scope="session")

@@ -14,14 +14,6 @@ from eagle3.common.options import EngineOptions
 from eagle3.engines import defaults, installed
 
 
-@pytest.fixture
-def model(tmp_path):
-    folder = tmp_path / "verifier"
-    folder.mkdir()
-    (folder / "config.json").write_text('{"model_type": "llama"}')
-    return folder
-
-
 def test_missing_engine_names_the_interpreter(tmp_path):
     python = install(tmp_path, engine="something-else")
     with pytest.raises(PreconditionError) as error:

@@ -19,14 +19,6 @@ from eagle3.engines import launch, servers
 
 
 @pytest.fixture
-def model(tmp_path):
-    folder = tmp_path / "verifier"
-    folder.mkdir()
-    (folder / "config.json").write_text('{"model_type": "llama"}')
-    return folder
-
-
-@pytest.fixture
 def start(tmp_path, model):
     """Return a function that serves the model with a fake engine in some mode."""
     python = install(tmp_path)

@@ -2,7 +2,8 @@
 
 `install(folder)` returns the path of the interpreter. Behaviour comes from the environment of the engine:
   FAKE_MODE      serve (default), exit (print and leave), hang (never listen), worker (start a child of its own),
-                 die (leave at the fifth measured request), deaf (listen, never answer chats)
+                 die (leave at the eleventh request, that is in the second measurement, but once),
+                 deaf (listen, never answer chats)
   FAKE_MODEL     the model it says it serves; default: the one it was started for
   FAKE_METRICS   "no": no speculation counters
   FAKE_CHANGE    id number of the prompt that is answered differently with a drafter
@@ -26,6 +27,7 @@ options, rest = parser.parse_known_args()
 mode = os.environ.get("FAKE_MODE", "serve")
 model = os.environ.get("FAKE_MODEL", options.model)
 drafts, lock = [0], threading.Lock()
+died = os.environ.get("FAKE_LOG", "") + ".died"
 
 
 def note(**what):
@@ -81,7 +83,8 @@ class Handler(BaseHTTPRequestHandler):
              authorization=self.headers["Authorization"])
         with lock:
             drafts[0] += 10
-            if mode == "die" and drafts[0] > 50:
+            if mode == "die" and drafts[0] > 100 and not os.path.exists(died):
+                open(died, "w").close()
                 print("Segmentation fault in fake kernel", flush=True)
                 os._exit(9)
         if mode == "deaf":

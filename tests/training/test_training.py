@@ -19,10 +19,17 @@ def train_arguments(run_dir, model, *more):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(prepared, tiny_model):
-    """The result of an uninterrupted stage 04."""
-    run_stage("04_train.py", *train_arguments(prepared, tiny_model))
-    return prepared / "04_train"
+def trained_run(prepared, tiny_model, tmp_path_factory):
+    """A run of its own, since `prepared` is everyone's, whose stage 04 was not interrupted."""
+    run_dir = shutil.copytree(prepared, tmp_path_factory.mktemp("trained") / "run")
+    run_stage("04_train.py", *train_arguments(run_dir, tiny_model))
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def undisturbed(trained_run):
+    """The result of stage 04."""
+    return trained_run / "04_train"
 
 
 def test_the_result_is_what_the_design_says(undisturbed):
@@ -35,18 +42,18 @@ def test_the_result_is_what_the_design_says(undisturbed):
     assert len([row for row in rows if row["kind"] == "validation"]) == 2
 
 
-def test_the_same_again_does_nothing_and_new_flags_go_beside(undisturbed, prepared, tiny_model, tmp_path):
-    assert "complete already" in run_stage("04_train.py", *train_arguments(prepared, tiny_model)).stderr
-    refused = run_stage("04_train.py", *train_arguments(prepared, tiny_model, "--lr", "5e-4"), check=3)
+def test_the_same_again_does_nothing_and_new_flags_go_beside(trained_run, tiny_model, tmp_path):
+    assert "complete already" in run_stage("04_train.py", *train_arguments(trained_run, tiny_model)).stderr
+    refused = run_stage("04_train.py", *train_arguments(trained_run, tiny_model, "--lr", "5e-4"), check=3)
     assert "train.lr: 0.001 → 0.0005" in refused.stderr and "--out" in refused.stderr
     other = tmp_path / "04_train_lr5e-4"
-    run_stage("04_train.py", *train_arguments(prepared, tiny_model, "--lr", "5e-4", "--out", other))
+    run_stage("04_train.py", *train_arguments(trained_run, tiny_model, "--lr", "5e-4", "--out", other))
     assert manifest(other)["status"] == "complete"
 
 
 def test_sigkill_costs_nothing(undisturbed, prepared, tiny_model, tmp_path):
     run_dir = tmp_path / "run"
-    shutil.copytree(prepared, run_dir, ignore=shutil.ignore_patterns("04_train", "logs"))
+    shutil.copytree(prepared, run_dir, ignore=shutil.ignore_patterns("logs"))
     arguments = train_arguments(run_dir, tiny_model)
     metrics = run_dir / "04_train/metrics.jsonl"
     kill_midway("04_train.py", *arguments, done=lambda: metrics.read_bytes().count(b"\n") if metrics.exists() else 0)
