@@ -20,12 +20,13 @@ from eagle3.common import config, files
 from eagle3.common.errors import FailureLimitError
 from eagle3.common.log import logger
 from eagle3.common.machine import require_free_disk
-from eagle3.common.options import ExtractOptions
+from eagle3.common.options import ExtractOptions, ExtractSection
 from eagle3.common.script import main
 from eagle3.common.stage import Stage
 from eagle3.drafter import verifier
 
 if TYPE_CHECKING:
+    from eagle3.states.collecting import Collected
     from eagle3.states.store import Sample, StateStore
 
 
@@ -52,8 +53,9 @@ def run(options: ExtractOptions, stage: Stage) -> None:
     identity = {"traces": upstream["fingerprint"], "model": files.model_identity(model)}
     extract.dtype = resolve_dtype(extract.dtype, options.engine)
     results = config.result_options(options) | {"model.layers": layers}
-    if extract.states_dtype == "auto":
-        del results["extract.states_dtype"]  # results older than this option stay what they are
+    for name in ("states_dtype", "capture"):
+        if getattr(extract, name) == "auto":
+            del results[f"extract.{name}"]  # results older than this option stay what they are
     store = StateStore(stage.directory)
     stage.open(inputs=identity, results=results, grows=True, stale_on=("model", "traces"),
                holds=store.index_path.exists)
@@ -62,6 +64,8 @@ def run(options: ExtractOptions, stage: Stage) -> None:
     samples, skipped = numbered.samples, numbered.skipped
     content = files.sha256_json([sample.digest for sample in samples])
     done = store.complete(index | numbered.changes())
+    if extract.verify == "full":
+        done = store.intact(index, done)
     if stage.finished(content, len(samples) - len(done)):
         return
     todo = [sample for sample in samples if sample.i not in done]
@@ -122,43 +126,58 @@ def capture(
     samples: "list[Sample]", done: set[int],
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Run every batch that has a missing sample; return (failed entries, figures of the agreement)."""
-    from eagle3.states.extraction import AgreementCheck, Capture, batches, settings_for
+    from eagle3.states.agreement import AgreementCheck
+    from eagle3.states.extraction import Capture, batches, settings_for
     from eagle3.states.sizes import stored_as
 
     extract = options.extract
     store.sweep()
     by_number = {sample.i: sample for sample in samples}
-    failed, proved = list[dict[str, Any]](), False
-    total = sum(len(sample.input_ids) for sample in samples)
-    already = sum(len(by_number[i].input_ids) for i in done if i in by_number)
-    progress = stage.progress("states", total, "tokens", already)
+    failed = list[dict[str, Any]]()
     check = AgreementCheck(facts, store, extract.min_agreement, extract.dtype, stored_as(extract, extract.dtype))
-    settings = settings_for(facts, layers, options.model, options.engine, store, backend=extract.backend,
+    settings = settings_for(facts, layers, options.model, options.engine, backend=extract.backend,
                             dtype=extract.dtype, max_length=extract.max_length, batch_tokens=extract.batch_tokens,
-                            states_dtype=extract.states_dtype)
+                            states_dtype=extract.states_dtype, capture=way(extract, store, done), compiled=True)
+    missing = [(batch, wanted) for batch in batches(samples, settings.batch_tokens)
+               if (wanted := {sample.i for sample in batch} - done)]
     with Capture(stage, options.engine, store, settings) as child:
-        for batch in batches(samples, settings.batch_tokens):
-            missing = {sample.i for sample in batch} - done
-            if not missing:
-                continue
-            stage.check_stop()
-            entries = child.run(batch, missing)
-            good = [entry for entry in entries if "error" not in entry]
-            check.add(good)
-            if good and not proved:
-                check.add_prompts(child.prove([by_number[entry["i"]] for entry in good]))
-                proved = True
+        total = sum(len(sample.input_ids) for sample in samples)
+        already = sum(len(by_number[i].input_ids) for i in done if i in by_number)
+        progress = stage.progress("states", total, "tokens", already)
+
+        def keep(collected: "Collected") -> list[dict[str, Any]]:
+            good = [entry for entry in collected.entries if "error" not in entry]
             stage.begin()
-            store.append(entry | by_number[entry["i"]].identity() for entry in entries)
-            failed += [entry for entry in entries if "error" in entry]
-            progress.update(sum(entry["tokens"] for entry in good), failed=len(entries) - len(good))
+            store.append(entry | {"capture": child.how} | by_number[entry["i"]].identity()
+                         for entry in collected.entries)
+            failed.extend(entry for entry in collected.entries if "error" in entry)
+            progress.update(sum(entry["tokens"] for entry in good), failed=len(collected.entries) - len(good))
+            if collected.problem is not None:
+                raise collected.problem
+            check.add_rows(good, collected.rows, by_number)
+            return good
+
+        # The first batch is proved from its files, before anything else is captured.
+        first = keep(child.run(*missing[0]))
+        check.add(first)
+        check.add_prompts(child.prove([by_number[entry["i"]] for entry in first]) if first else {})
+        for collected in child.run_all(missing[1:]):
+            stage.check_stop()
+            keep(collected)
     progress.close()
     for entry in failed:
         logger.error("sample %d (%s): %s", entry["i"], by_number[entry["i"]].id, entry["error"])
     check.judge()
-    logger.info("teacher states give the engine's next token on %d of %d samples; log-probabilities differ by %.4f",
+    logger.info("teacher states give the engine's next token at %d of %d positions; log-probabilities differ by %.4f",
                 check.agreed, check.checked, check.difference)
-    return failed, check.figures()
+    return failed, check.figures() | {"capture": child.how}
+
+
+def way(extract: ExtractSection, store: "StateStore", done: set[int]) -> str:
+    """Return how states are taken: as asked, else as those that lie there were, since rounding differs."""
+    if extract.capture == "auto" and done:
+        return str(store.index()[max(done)].get("capture", "hooks"))
+    return extract.capture
 
 
 if __name__ == "__main__":

@@ -108,13 +108,13 @@ def capture_replies(
     from eagle3.states.extraction import Capture, batches, resolve_dtype, settings_for
 
     longest = max(len(sample.input_ids) for sample in samples.values())
-    settings = settings_for(facts, facts.layers(model.layers), model, engine, store, backend="vllm",
+    settings = settings_for(facts, facts.layers(model.layers), model, engine, backend="vllm",
                             dtype=resolve_dtype("auto", engine), max_length=longest, batch_tokens=2048)
     entries: list[dict[str, Any]] = []
     with Capture(stage, engine, store, settings) as child:
         for batch in batches(list(samples.values()), settings.batch_tokens):
             stage.check_stop()
-            entries += child.run(batch)
+            entries += child.run(batch).entries
     failed = [entry["error"] for entry in entries if "error" in entry]
     if failed and len(failed) == len(samples):
         raise PreconditionError("no state of a measured reply could be captured, so nothing can be predicted",

@@ -23,6 +23,7 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 UNKNOWN_CALL = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.EPERM)
 NO_DIRECTORY_SYNC = (errno.EACCES, errno.EBADF, errno.EISDIR)
 _SAMPLE_BYTES = 1 << 16
+_BLOCK_BYTES = 1 << 20  # hashed and then written while it lies in the processor's cache
 _POINTER_BYTES = 256
 
 
@@ -63,8 +64,8 @@ def make_directory(directory: Path) -> None:
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; on success sync it and rename it to `path`.
+def replacing(path: Path, *, directory_too: bool = True) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; on success sync it and rename it to `path`, which is synced too.
 
     Raises PreconditionError naming the path and the free bytes when the disk is full; the temporary file
     is removed on any error, so that nothing half-written stays under either name.
@@ -76,7 +77,8 @@ def replacing(path: Path) -> Iterator[Path]:
         with open(temporary, "rb+") as file:
             fsync(file.fileno())
         os.replace(temporary, path)
-        fsync_directory(path.parent)
+        if directory_too:
+            fsync_directory(path.parent)
     except OSError as error:
         if error.errno in DISK_FULL:
             raise disk_full(path) from error
@@ -101,6 +103,20 @@ def write_bytes(path: Path, data: bytes) -> None:
     """Replace `path` atomically with `data`."""
     with replacing(path) as temporary:
         temporary.write_bytes(data)
+
+
+def write_parts(path: Path, parts: Iterable[bytes | memoryview], seen: Callable[[bytes | memoryview], object]) -> None:
+    """Replace `path` atomically with the bytes of `parts`, showing each block to `seen` (a hash's update) on the way.
+
+    The name becomes durable with the next `fsync_directory` of its folder: one for a group of files.
+    """
+    with replacing(path, directory_too=False) as temporary, open(temporary, "wb", buffering=0) as file:
+        for part in parts:
+            for start in range(0, len(part), _BLOCK_BYTES):
+                block = part[start : start + _BLOCK_BYTES]
+                seen(block)
+                while len(block):
+                    block = block[file.write(block) :]
 
 
 def write_json(path: Path, value: Any) -> None:

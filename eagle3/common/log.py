@@ -3,6 +3,7 @@
 import logging
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from eagle3.common.files import make_directory
 
 logger = logging.getLogger("eagle3")
 _LINE_EVERY_S = 30.0
+_RATE_OVER_S = 120.0
 
 
 def set_up(log_file: Path | None, level: str) -> None:
@@ -52,8 +54,9 @@ def size(count: float) -> str:
 class Progress:
     """done/total, rate and ETA: a bar on a terminal, elsewhere a log line every 30 s.
 
-    `report` gets the same figures every few seconds; the stage stores them for `eagle3.status`. Units done
-    by an earlier run count as done but not in the rate.
+    To be made when work begins, not before a model is loaded. The rate is that of the last minutes; the last line has
+    that of the whole. `report` gets the same figures every few seconds; the stage stores them for `eagle3.status`.
+    Units done by an earlier run count as done but not in the rate.
     """
 
     def __init__(
@@ -61,8 +64,10 @@ class Progress:
     ) -> None:
         self.label, self.total, self.unit = label, total, unit
         self.done, self.failed, self.note = already_done, 0, ""
-        self._first, self._start = already_done, time.monotonic()
-        self._last_line, self._last_report = self._start, 0.0
+        start = time.monotonic()
+        self._seen = deque([(start, already_done)])  # (time, units done) of the last minutes
+        self._begin = self._seen[0]
+        self._last_line, self._last_report = start, 0.0
         self._report = report
         self._bar = None
         if sys.stderr.isatty():
@@ -76,6 +81,10 @@ class Progress:
         self.failed += failed
         self.note = note or self.note
         now = time.monotonic()
+        if now - self._seen[-1][0] >= 1.0:
+            self._seen.append((now, self.done))
+        while len(self._seen) > 2 and self._seen[1][0] <= now - _RATE_OVER_S:
+            self._seen.popleft()
         if self._bar is not None:
             self._bar.set_postfix_str(self.note, refresh=False)
             self._bar.update(count)
@@ -88,8 +97,8 @@ class Progress:
 
     def figures(self) -> dict:
         """Return done, total, failed, unit, rate in units/s and eta_s (None before the first unit)."""
-        elapsed = max(1e-9, time.monotonic() - self._start)
-        rate = (self.done - self._first) / elapsed
+        since, done = self._seen[0]
+        rate = (self.done - done) / max(1e-9, time.monotonic() - since)
         eta = (self.total - self.done) / rate if rate > 0 else None
         return {"done": self.done, "total": self.total, "failed": self.failed, "unit": self.unit,
                 "rate": rate, "eta_s": eta, "label": self.label}
@@ -105,7 +114,8 @@ class Progress:
                 f"{now['rate']:.1f} {self.unit}/s, ETA {eta}{failed}{note}")
 
     def close(self) -> None:
-        """Print the last line and report the last figures."""
+        """Print the last line and report the last figures, with the rate of the whole."""
+        self._seen = deque([self._begin])
         if self._bar is not None:
             self._bar.close()
         logger.info(self.line())

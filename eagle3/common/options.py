@@ -187,13 +187,18 @@ class ExtractSection:
     states_dtype: str = option(
         "auto", "how states are stored; auto: in the verifier's precision; fp8: one byte a value and a scale for each "
         "token and layer, about half the disk of bfloat16", choices=("auto", "fp8"))
+    capture: str = option(
+        "auto", "how states are taken; outputs: those the model gives EAGLE-3, in compiled graphs; hooks: on layers, "
+        "in eager mode, for models without; auto: outputs where there are such", choices=("auto", "outputs", "hooks"))
     max_length: int = option(8192, "longest sequence; longer ones are skipped and counted", unit="tokens", minimum=2)
     batch_tokens: int = option(
         8192, "tokens in one prefill pass; at least max_length", unit="tokens", minimum=2, results=False
     )
+    verify: str = option("quick", "what lies there already, by size; full: by checksum, reading every byte; what is "
+                         "damaged is captured again", choices=("quick", "full"), results=False)
     min_agreement: float = option(
         0.9,
-        "smallest share of samples whose stored teacher state gives the engine's own next token",
+        "smallest share of checked positions whose stored teacher state gives the engine's own next token",
         minimum=0.0,
         maximum=1.0,
         results=False,

@@ -42,6 +42,12 @@ class TeacherHead:
         self._norm, self._bias = weights["norm"].float(), weights.get(NORM_BIAS)
         self._head, self._eps, self._how = weights["lm_head"].to(dtype), verifier.rms_norm_eps, verifier.output
 
+    def to(self, device: torch.device) -> "TeacherHead":
+        """Move norm and head to a device; return this."""
+        self._norm, self._head = self._norm.to(device), self._head.to(device)
+        self._bias = None if self._bias is None else self._bias.to(device)
+        return self
+
     def logits(self, teacher_states: torch.Tensor) -> torch.Tensor:
         """Return the verifier's logits [n, V], float32, of teacher states [n, H]."""
         logits = (self.normed(teacher_states).to(self._head.dtype) @ self._head.T).float()

@@ -10,6 +10,7 @@ from eagle3.common.stage import Stage
 from eagle3.drafter.verifier import Verifier
 from eagle3.dryrun import foreseen
 from eagle3.dryrun.dry_run import DryRun
+from eagle3.states import slabs
 from eagle3.states.sizes import stored_as
 from eagle3.states.store import bytes_per_token
 
@@ -38,7 +39,12 @@ def describe(options: ExtractOptions, stage: Stage, facts: Verifier, traces: Pat
                 "--hidden-states-backend fp8")
     if extract.backend == "vllm":
         batch = max(extract.batch_tokens, extract.max_length)
-        describe_engine(dry, options, batch, more=batch * (2 * captured + (per_token + captured if scales else 0)))
+        # On a GPU the streams, the same packed, and what the pass before is still copied from; on the first one norm
+        # and head once more, for the self-check.
+        head = 2 * facts.hidden_size * facts.vocab_size
+        describe_engine(dry, options, batch, more=batch * (2 * captured + (2 if scales else 1) * per_token) + head)
+        dry.say("", f"{log.size(slabs.SLABS * slabs.slab_bytes(batch, per_token))} of main memory: {slabs.SLABS} "
+                "passes between engine and disk, pinned where there is a GPU (estimate)")
     else:
         dry.say("starts", "transformers in a process of its own, one sequence at a time")
     if dry.known:
@@ -55,5 +61,6 @@ def describe_engine(dry: DryRun, options: ExtractOptions, batch: int, more: int)
     dry.say("starts", f"{engine.python or sys.executable} -m eagle3.states.engine_side, which loads vLLM with "
             + shlex.join([*engine.args, "--tensor-parallel-size", str(engine.tensor_parallel_size),
                           "--max-model-len", str(options.extract.max_length + 1), "--max-num-batched-tokens",
-                          str(batch), "--enforce-eager", "--no-enable-prefix-caching"]))
+                          str(batch), "--no-enable-prefix-caching"])
+            + ("" if options.extract.capture == "outputs" else " (--enforce-eager, unless the model serves EAGLE-3)"))
     dry.memory(engine, prefill=batch, cached=batch, why="one pass", more=more)

@@ -1,12 +1,16 @@
 """The parent's side of capture: start the child, send it batches, check what comes back."""
 
+import contextlib
+import dataclasses
 import json
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from queue import Empty, Queue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from eagle3.common.errors import PreconditionError
 from eagle3.common.log import logger
@@ -15,19 +19,16 @@ from eagle3.common.processes import Child
 from eagle3.common.stage import Stage
 from eagle3.drafter.verifier import Verifier
 from eagle3.engines import arguments, defaults
-from eagle3.states.settings import CONVENTION, CaptureSettings
+from eagle3.states.collecting import Collected, Collector
+from eagle3.states.settings import CaptureSettings
+from eagle3.states.slabs import Receiver
 from eagle3.states.store import FP8, FP8_FORM, Sample, StateStore
+from eagle3.states.writing import Writer
 
-if TYPE_CHECKING:
-    import torch
-
-# Agreement is judged once this many samples (or log-probabilities) are in; a few rounding ties must not decide.
-_ENOUGH_SAMPLES = 20
-# Mean absolute difference of log-probabilities (nats) that is noise, by what the files hold. On SmolLM2-135M it is
-# 0.000 in float32, 0.029 in bfloat16 (vLLM on a CPU) and 0.09 in fp8.
-_LARGEST_DIFFERENCE = {"float32": 0.01, "bfloat16": 0.15, "float16": 0.15, FP8: 0.3}
+CONVENTION = "aux: residual stream entering the layer; last: output of the last decoder layer before the final norm"
 # Of how many samples of the first batch how many tokens are compared: the engine's logits of them take memory.
 _PROVED_SAMPLES, _PROVED_TOKENS = 8, 128
+_AHEAD = 2  # batches that wait at the engine while one runs: it never waits for the stage
 
 
 def batches(samples: list[Sample], batch_tokens: int) -> Iterator[list[Sample]]:
@@ -49,27 +50,38 @@ def batches(samples: list[Sample], batch_tokens: int) -> Iterator[list[Sample]]:
 
 
 def settings_for(
-    facts: Verifier, layers: list[int], model: ModelOptions, engine: EngineOptions, store: StateStore, *,
-    backend: str, dtype: str, max_length: int, batch_tokens: int, states_dtype: str = "auto",
+    facts: Verifier, layers: list[int], model: ModelOptions, engine: EngineOptions, *, backend: str, dtype: str,
+    max_length: int, batch_tokens: int, states_dtype: str = "auto", capture: str = "auto", compiled: bool = False,
 ) -> CaptureSettings:
-    """Return what a capture into `store` is told.
+    """Return what a capture is told.
 
     Args:
         layers: of `facts`, resolved. dtype: resolved as well. batch_tokens: raised to max_length if below.
+        capture, compiled: as in CaptureSettings.
     """
-    about = {"model": facts.folder.name, "layers": layers, "convention": CONVENTION, "dtype": dtype}
-    if states_dtype == FP8:
-        about["states"] = FP8_FORM
     own = [*defaults.mla_on_cpu_args(engine, facts.folder), *engine.args] if backend == "vllm" else []
     return CaptureSettings(
         backend=backend, model=str(model.path), trust_remote_code=model.trust_remote_code, layers=tuple(layers),
-        num_layers=facts.num_layers, dtype=dtype, states_dtype=states_dtype, max_length=max_length,
-        batch_tokens=max(batch_tokens, max_length), tensor_parallel_size=engine.tensor_parallel_size,
-        engine_args=tuple(own), directory=str(store.files), metadata={"capture": json.dumps(about)})
+        num_layers=facts.num_layers, hidden_size=facts.hidden_size, dtype=dtype, states_dtype=states_dtype,
+        capture=capture, compiled=compiled, max_length=max_length, batch_tokens=max(batch_tokens, max_length),
+        tensor_parallel_size=engine.tensor_parallel_size, engine_args=tuple(own))
+
+
+def metadata(settings: CaptureSettings) -> dict[str, str]:
+    """Return what each file says of itself. One entry: safetensors writes several in random order, and the same states
+    would differ in bytes."""
+    about = {"model": Path(settings.model).name, "layers": [*settings.layers], "convention": CONVENTION,
+             "dtype": settings.dtype}
+    if settings.states_dtype == FP8:
+        about["states"] = FP8_FORM
+    return {"capture": json.dumps(about)}
 
 
 class Capture:
-    """A capture child on one verifier; a context manager that ends it with everything it started."""
+    """A capture child on one verifier; a context manager that ends it with everything it started.
+
+    `how` says by what way the states are taken: outputs or hooks (`eagle3.states.recorder`).
+    """
 
     def __init__(self, stage: Stage, engine: EngineOptions, store: StateStore, settings: CaptureSettings) -> None:
         self._stage, self._store, self._settings = stage, store, settings
@@ -79,43 +91,86 @@ class Capture:
         self._command = [python or sys.executable, "-m", "eagle3.states.engine_side"]
         self._env = engine_environment(engine) if inside else {}
         self._label = "capture"
+        self._sent = 0
+        self._ended = contextlib.ExitStack()
 
     def __enter__(self) -> "Capture":
         self._store.files.mkdir(parents=True, exist_ok=True)
         log = self._stage.run_dir / "logs" / f"{self._stage.directory.name}-{self._label}.log"
+        receiver = self._ended.enter_context(Receiver())
+        writer = Writer(self._store.files, metadata(self._settings))
+        self._ended.callback(writer.close)
+        self._collector = Collector(receiver, writer)
         self._child = Child(self._command, log_path=log, env=self._env, piped=True)
+        self._ended.callback(self._child.stop)
         self._stage.interrupt.on_stop(lambda: (self._child.stop(), None)[1])
         self._replies: Queue[str] = Queue()
         threading.Thread(target=self._read, daemon=True).start()
         logger.info("loading the verifier for capture (its log: %s)", log)
         started = time.monotonic()
         try:
-            self._send(self._settings.to_json())
+            self._send(dataclasses.replace(self._settings, address=receiver.address).to_json())
             ready = self._receive(self._timeout_s, waiting="loading")
         except BaseException:
-            self._child.stop()
+            self._ended.close()
             raise
-        logger.info("capture is ready after %.0f s; decoder at %s", time.monotonic() - started, ready["ready"])
+        self.how = ready["how"]
+        logger.info("capture is ready after %.0f s; decoder at %s, states by %s", time.monotonic() - started,
+                    ready["ready"], "the model's own outputs" if self.how == "outputs" else "hooks on its layers")
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._child.stop()
+        self._ended.close()
 
-    def run(self, batch: list[Sample], wanted: set[int] | None = None) -> list[dict[str, Any]]:
+    def run(self, batch: list[Sample], wanted: set[int] | None = None) -> Collected:
         """Run a batch and write its wanted samples (default: all).
 
-        Returns an entry per wanted sample: {i, tokens, bytes, sha256, next_token, next_logprob} or {i, error}.
+        Entries are {i, tokens, bytes, sha256, next_token, next_logprob} or {i, error}.
         """
-        jobs = [[sample.i, sample.input_ids] for sample in batch]
-        write = sorted(wanted) if wanted is not None else [number for number, _ in jobs]
-        self._send(json.dumps({"jobs": jobs, "write": write}))
-        return self._receive(self._timeout_s)["entries"]
+        return next(self.run_all([(batch, wanted)]))
+
+    def run_all(self, work: Iterable[tuple[list[Sample], set[int] | None]]) -> Iterator[Collected]:
+        """Yield what became of each (batch, its wanted samples), as `run` does; the engine gets batches ahead."""
+        sent: deque[int] = deque()
+        for batch, wanted in work:
+            sent.append(self._start(batch, {sample.i for sample in batch} if wanted is None else wanted))
+            if len(sent) > _AHEAD:
+                yield self._finish(sent.popleft())
+        while sent:
+            yield self._finish(sent.popleft())
 
     def prove(self, samples: list[Sample]) -> dict[int, list[float]]:
         """Return the engine's own log-probabilities of tokens 1, 2, … of the first few samples' beginnings."""
         jobs = [[sample.i, sample.input_ids[:_PROVED_TOKENS]] for sample in samples[:_PROVED_SAMPLES]]
-        self._send(json.dumps({"prove": jobs}))
-        return {int(number): said for number, said in self._receive(self._timeout_s)["logprobs"].items()}
+        number = self._announce([], set())
+        self._send(json.dumps({"batch": number, "prove": jobs}))
+        said = self._receive(self._timeout_s)["logprobs"]
+        self._collector.result(number)
+        return {int(number): logprobs for number, logprobs in said.items()}
+
+    def _announce(self, batch: list[Sample], wanted: set[int]) -> int:
+        self._sent += 1
+        self._collector.expect(self._sent, batch, wanted)
+        return self._sent
+
+    def _start(self, batch: list[Sample], wanted: set[int]) -> int:
+        if self._settings.backend == "hf":  # one sequence a pass: the others do not change its rounding
+            batch = [sample for sample in batch if sample.i in wanted]
+        number = self._announce(batch, wanted)
+        self._send(json.dumps({"batch": number, "jobs": [[sample.i, sample.input_ids] for sample in batch]}))
+        return number
+
+    def _finish(self, number: int) -> Collected:
+        reply = self._receive(self._timeout_s)
+        if reply["ranks"]:
+            raise PreconditionError(
+                "the processes of tensor parallelism do not hold the same states", where=self._child.log_path,
+                expected="the whole residual stream on every rank", found=reply["ranks"],
+                fix="switch off what fuses or delays all-reduces (sequence parallelism, for instance) in --engine-args")
+        collected = self._collector.result(number)
+        own = {int(i): said for i, said in reply["next"].items()}
+        collected.entries = [entry if "error" in entry else entry | own[entry["i"]] for entry in collected.entries]
+        return collected
 
     def _send(self, line: str) -> None:
         try:
@@ -173,92 +228,3 @@ def resolve_dtype(requested: str, engine: EngineOptions) -> str:
         return requested
     given = arguments.value([*defaults.cpu_args(engine), *engine.args], "--dtype") or "auto"
     return {"auto": "bfloat16", "half": "float16", "float": "float32"}.get(given, given)
-
-
-class AgreementCheck:
-    """Proof that the stored teacher states, with the verifier's norm and head, are its distribution.
-
-    lm_head(final_norm(stored state of the last token)) must give the token that the engine itself produced next: a
-    wrong layer, a state stored after the norm, or a shifted capture fails on most samples; rounding ties fail on a few.
-    And the log-probabilities of that token, and once of all tokens of a few beginnings, must be the engine's within
-    the noise of its precision: a scale or a cap of the logits leaves every most likely token what it is.
-    """
-
-    def __init__(self, verifier: Verifier, store: StateStore, minimum: float, dtype: str, form: str) -> None:
-        """Load norm and head.
-
-        Args:
-            minimum: share of samples that has to agree. dtype: of the engine. form: what the files hold, dtype or fp8.
-        """
-        import torch
-
-        from eagle3.drafter.teacher import TeacherHead
-
-        self._head = TeacherHead(verifier, getattr(torch, dtype))
-        self._store, self._minimum, self._largest = store, minimum, _LARGEST_DIFFERENCE[form]
-        self.agreed = self.checked = self.compared = 0
-        self._difference = 0.0
-
-    def add(self, entries: list[dict[str, Any]]) -> None:
-        """Check finished samples by reading their last row back from disk; raise when too many disagree."""
-        import torch
-
-        if not entries:
-            return
-        rows = torch.stack([self._store.last_teacher(entry["i"]) for entry in entries])
-        expected = torch.tensor([entry["next_token"] for entry in entries])
-        self.agreed += int((self._head.logits(rows).argmax(-1) == expected).sum())
-        self.checked += len(entries)
-        self._compare(rows, expected, [entry["next_logprob"] for entry in entries])
-        self.judge(_ENOUGH_SAMPLES)
-
-    def add_prompts(self, said: dict[int, list[float]]) -> None:
-        """Check the beginnings of finished samples: `said` has the engine's log-probability of tokens 1, 2, …"""
-        for number, logprobs in said.items():
-            states, ids = self._store.load(number)
-            self._compare(states[: len(logprobs), -1], ids[1 : 1 + len(logprobs)], logprobs)
-        self.judge(_ENOUGH_SAMPLES)
-
-    def _compare(self, states: "torch.Tensor", tokens: "torch.Tensor", logprobs: list[float]) -> None:
-        import torch
-
-        ours = self._head.log_probabilities(states, tokens)
-        self._difference += float((ours - torch.tensor(logprobs)).abs().sum())
-        self.compared += len(logprobs)
-
-    @property
-    def ratio(self) -> float:
-        """Share of checked samples that agree (1.0 before the first)."""
-        return self.agreed / self.checked if self.checked else 1.0
-
-    @property
-    def difference(self) -> float:
-        """Mean absolute difference of log-probabilities, in nats."""
-        return self._difference / self.compared if self.compared else 0.0
-
-    def figures(self) -> dict[str, Any]:
-        """Return what the manifest says of it."""
-        return {"agreement": self.ratio, "logprob_difference": round(self.difference, 6),
-                "logprobs_compared": self.compared}
-
-    def judge(self, enough: int = 1) -> None:
-        """Raise PreconditionError when `enough` is known and it is not the engine's distribution."""
-        if self.checked >= enough and self.ratio < self._minimum:
-            raise PreconditionError(
-                "the captured teacher states do not give the engine's own next tokens",
-                where=self._store.files,
-                expected=f"agreement on at least {self._minimum:.0%} of the samples",
-                found=f"{self.agreed} of {self.checked} ({self.ratio:.0%})",
-                fix="check model.layers and the model folder (weights of another model?); --min-agreement lowers the "
-                "bar",
-            )
-        if self.compared >= enough and not self.difference <= self._largest:
-            raise PreconditionError(
-                "the captured teacher states do not give the engine's own probabilities",
-                where=self._store.files,
-                expected=f"log-probabilities that differ by at most {self._largest} in the mean",
-                found=f"{self.difference:.3f} over {self.compared} tokens; the most likely token agrees on "
-                f"{self.agreed} of {self.checked} samples",
-                fix="check the model folder (weights of another model?); a family that scales or caps its logits, or "
-                "has another norm, has to be in eagle3/drafter/output.py: its drafter would learn wrong probabilities",
-            )

@@ -4,8 +4,6 @@ import dataclasses
 import json
 from dataclasses import dataclass
 
-CONVENTION = "aux: residual stream entering the layer; last: output of the last decoder layer before the final norm"
-
 
 @dataclass(frozen=True)
 class CaptureSettings:
@@ -13,12 +11,12 @@ class CaptureSettings:
 
     Attributes:
         backend: vllm, or hf for transformers. model: folder of the verifier.
-        layers: three auxiliary ids and the last decoder layer's index, of num_layers.
+        layers: three auxiliary ids and the last decoder layer's index, of num_layers. hidden_size: of a stream.
         dtype: precision of the verifier, by its name in torch. states_dtype: auto (the same) or fp8.
+        capture: outputs, hooks, or auto: outputs where the model has them (`eagle3.states.recorder`).
+        compiled: let vLLM compile the model, which takes it up to a minute and pays for many tokens only.
         max_length: longest sequence, batch_tokens: of one prefill pass, in tokens.
-        engine_args: words for vLLM's own parser. directory: where hs_{i}.safetensors go.
-        metadata: of each file. One entry: safetensors writes several in random order, and the same states would
-            differ in bytes.
+        engine_args: words for vLLM's own parser. address: the socket at which the stage takes the states.
     """
 
     backend: str
@@ -26,14 +24,16 @@ class CaptureSettings:
     trust_remote_code: bool
     layers: tuple[int, ...]
     num_layers: int
+    hidden_size: int
     dtype: str
     states_dtype: str
+    capture: str
+    compiled: bool
     max_length: int
     batch_tokens: int
     tensor_parallel_size: int
     engine_args: tuple[str, ...]
-    directory: str
-    metadata: dict[str, str]
+    address: str = ""
 
     def to_json(self) -> str:
         """Return the settings as one line."""

@@ -15,12 +15,14 @@ import hashlib
 import os
 import shutil
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from eagle3.common import files, tensor_files
 from eagle3.common.errors import PreconditionError
+from eagle3.common.log import logger
 
 if TYPE_CHECKING:
     import numpy as np
@@ -157,6 +159,29 @@ class StateStore:
         `retired` is of a trace that is gone: it counts for nothing but its number.
         """
         return {int(row["i"]): row for _, row in files.read_jsonl(self.index_path)}
+
+    def intact(self, index: dict[int, dict[str, Any]], numbers: Iterable[int]) -> set[int]:
+        """Return those whose file has the recorded checksum: all bytes are read, by as many threads as there are cores.
+
+        Others are named; they are as if they had not been captured.
+        """
+
+        def look(number: int) -> bool:
+            try:
+                with open(self.path(number), "rb") as file:
+                    return hashlib.file_digest(file, "sha256").hexdigest() == index[number]["sha256"]
+            except OSError as error:
+                logger.warning("%s: %s", self.path(number), error)
+                return False
+
+        ordered = sorted(numbers)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            good = {number for number, right in zip(ordered, pool.map(look, ordered), strict=True) if right}
+        for number in ordered:
+            if number not in good:
+                logger.warning("%s is damaged (its checksum differs from the index); it is captured again",
+                               self.path(number))
+        return good
 
     def complete(self, index: dict[int, dict[str, Any]]) -> set[int]:
         """Return the numbers whose file is there with the recorded size (terabytes are not read again)."""

@@ -9,18 +9,10 @@ from support.pipeline import LAYERS, kill_midway, manifest, run_stage, tree, wri
 
 from eagle3.common.errors import PreconditionError
 from eagle3.drafter import verifier
-from eagle3.states import engine_side
-from eagle3.states.extraction import AgreementCheck, batches
+from eagle3.states.agreement import AgreementCheck
+from eagle3.states.extraction import batches
 from eagle3.states.store import Sample, StateStore, load_dataset
 from eagle3.training.batches import read_samples
-
-
-def test_nan_is_named_by_slot_and_not_written(tmp_path):
-    states = torch.zeros(5, 4, 8, dtype=torch.bfloat16)
-    states[2, 1, 3] = float("nan")
-    entry = engine_side.Writer(tmp_path, {}).submit(7, [1] * 5, states).result()
-    assert entry["i"] == 7 and "{1: 1}" in entry["error"]
-    assert not list(tmp_path.iterdir())
 
 
 def test_batches_depend_on_the_list_only():
@@ -108,6 +100,21 @@ def test_halved_and_emptied_files_are_captured_again_and_only_they(captured, tin
     extract(run_dir, tiny_model)
     changed = {p.name for p in files.iterdir() if p.stat().st_mtime_ns != before[p.name]}
     assert changed == {half.name, empty.name}
+    assert tree(run_dir / "02_states") == tree(captured / "02_states")
+
+
+def test_a_flipped_bit_is_found_when_all_is_verified_and_only_that_sample_is_captured_again(captured, tiny_model,
+                                                                                            tmp_path):
+    run_dir = tmp_path / "run"
+    shutil.copytree(captured, run_dir)
+    files = run_dir / "02_states" / "hidden_states"
+    data = bytearray((files / "hs_5.safetensors").read_bytes())
+    data[-40] ^= 1
+    (files / "hs_5.safetensors").write_bytes(data)
+    before = {p.name: p.stat().st_mtime_ns for p in files.iterdir()}
+    assert "complete already" in extract(run_dir, tiny_model).stderr
+    assert "hs_5.safetensors is damaged" in extract(run_dir, tiny_model, "--verify", "full").stderr
+    assert {p.name for p in files.iterdir() if p.stat().st_mtime_ns != before[p.name]} == {"hs_5.safetensors"}
     assert tree(run_dir / "02_states") == tree(captured / "02_states")
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support import family_engine
+from support.captures import in_process, samples_of
 from support.families import FAMILIES, LAYERS
 from support.pipeline import manifest, run_stage
 
@@ -23,9 +24,7 @@ from eagle3.common.findings import FAIL
 from eagle3.common.options import ModelOptions, TrainSection
 from eagle3.drafter import export_checks, network, teacher, verifier, vocab
 from eagle3.drafter.checkpoint import Export
-from eagle3.states import engine_side
-from eagle3.states.extraction import AgreementCheck
-from eagle3.states.settings import CONVENTION, CaptureSettings
+from eagle3.states.agreement import AgreementCheck
 from eagle3.states.store import StateStore
 from eagle3.training import batches, checkpoints, ttt
 from eagle3.training.trainer import Processes, Trainer
@@ -34,19 +33,15 @@ CAPTURED = [2, 4, 5, LAYERS - 1]
 
 
 def capture(folder, directory):
-    """Capture three sequences with the transformers backend; return (facts, backend, store, sequences, entries)."""
+    """Capture three sequences with the transformers backend; return it with what the model said of them."""
     facts, store = verifier.read(folder), StateStore(directory)
-    settings = CaptureSettings(
-        backend="hf", model=str(folder), trust_remote_code=False, layers=tuple(facts.layers(CAPTURED)),
-        num_layers=facts.num_layers, dtype="float32", states_dtype="auto", max_length=64, batch_tokens=64,
-        tensor_parallel_size=1, engine_args=(), directory=str(store.files), metadata={"capture": CONVENTION})
-    backend = engine_side.TransformersBackend(settings)
     rng = np.random.default_rng(0)
     sequences = {i: rng.integers(2, min(500, facts.vocab_size), 20 + i).tolist() for i in range(3)}
-    store.files.mkdir(parents=True)
-    entries = backend.run([*sequences.items()], [*sequences])
-    assert not [entry for entry in entries if "error" in entry], entries
-    return SimpleNamespace(facts=facts, backend=backend, store=store, sequences=sequences, entries=entries)
+    with in_process(folder, store, CAPTURED) as running:
+        collected, said = running.run(sequences), running.prove(sequences)
+    assert not [entry for entry in collected.entries if "error" in entry], collected.entries
+    return SimpleNamespace(facts=facts, model=running.backend.model, store=store, sequences=sequences, said=said,
+                           entries=collected.entries, rows=collected.rows)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -68,7 +63,7 @@ def test_states_and_teacher_are_the_models_own(family):
     for i, ids in family.sequences.items():
         states, _ = family.store.load(i)
         with torch.inference_mode():
-            output = family.backend.model(torch.tensor([ids]), output_hidden_states=True, use_cache=False)
+            output = family.model(torch.tensor([ids]), output_hidden_states=True, use_cache=False)
         for slot, layer in enumerate(CAPTURED[:-1]):
             torch.testing.assert_close(states[:, slot], output.hidden_states[layer][0], atol=1e-5, rtol=1e-5)
         theirs = output.logits[0].float().log_softmax(-1)
@@ -83,10 +78,12 @@ def test_states_and_teacher_are_the_models_own(family):
 def test_the_self_check_finds_the_probabilities_equal(family):
     check = AgreementCheck(family.facts, family.store, 1.0, "float32", "float32")
     check.add(family.entries)
-    check.add_prompts(family.backend.prove([*family.sequences.items()]))
+    check.add_prompts(family.said)
     check.judge()
     assert check.agreed == 3 and check.difference < 1e-3
     assert check.compared == 3 + sum(len(ids) - 1 for ids in family.sequences.values())
+    check.add_rows(family.entries, family.rows, {sample.i: sample for sample in samples_of(family.sequences)})
+    assert check.agreed == 6 and check.difference < 1e-3  # of so short ones, the last row each
 
 
 def test_the_drafter_reads_the_embedding_as_it_is_stored(family):
@@ -142,7 +139,7 @@ def test_a_scale_or_cap_left_out_stops_the_capture_although_every_token_agrees(n
     check.add(captured.entries)
     assert check.agreed == 3
     with pytest.raises(PreconditionError, match="own probabilities"):
-        check.add_prompts(captured.backend.prove([*captured.sequences.items()]))
+        check.add_prompts(captured.said)
 
 
 def test_what_the_engine_says_stands_in_the_manifest_and_the_index(prepared):
@@ -195,3 +192,6 @@ def test_vllm_gives_the_same_states_and_probabilities_and_starts_with_a_drafter(
     assert family_engine.error_of(found["store"], reference["store"]) < 1e-4
     served = family_engine.serve(model, tmp_path, "float32")
     assert served["tokens"] == 8 * 24 and served["drafts"] > 0
+    assert found["capture"] == "outputs"
+    for given, captured in family_engine.handed(tmp_path, found["store"]):
+        assert torch.equal(given, captured)  # what was captured is what the engine hands its drafter, bit by bit

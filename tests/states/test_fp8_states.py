@@ -13,8 +13,9 @@ from support.project import ROOT
 
 from eagle3.common import tensor_files
 from eagle3.common.errors import PreconditionError
-from eagle3.states import engine_side
+from eagle3.states.pass_sender import pass_tensors
 from eagle3.states.store import FP8_FORM, SCALES, StateStore, bytes_per_token, decode_fp8, encode_fp8, load_dataset
+from eagle3.states.writing import Writer
 from eagle3.training.batches import TrainingSample, collate, read_samples
 
 SIZES = (0.002, 0.7, 40.0, 3000.0)  # of the slots: a model's first layers are far below its last
@@ -81,8 +82,9 @@ def test_zeros_stay_and_the_ends_of_the_range_stay_finite():
 def test_what_is_not_finite_is_refused_not_clamped(value, tmp_path):
     broken = states()
     broken[3, 2, 5] = value
-    entry = engine_side.Writer(tmp_path, {}, fp8=True).submit(7, [1] * 64, broken).result()
-    assert entry == {"i": 7, "error": f"NaN or Inf: {{2: 1}} values by layer slot of {64 * 512}"}
+    packed = pass_tensors(torch.ones(64), torch.arange(64), [*broken.unbind(1)], fp8=True)
+    entry = Writer(tmp_path, {}).submit(7, packed["tokens"], [packed]).result()
+    assert entry == {"i": 7, "error": "NaN or Inf: in so many of 64 tokens, by layer slot: {2: 1}"}
     assert not list(tmp_path.iterdir())
 
 

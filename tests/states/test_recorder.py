@@ -1,6 +1,6 @@
-"""The residual stream read off a running decoder, and which sample each token belongs to."""
+"""The residual stream read off a running decoder."""
 
-
+import pytest
 import torch
 
 from eagle3.states import recorder
@@ -10,42 +10,69 @@ def test_the_hooks_see_the_streams_that_the_layers_convention_names(tiny_model):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
-    hooks = recorder.Recorder(model, [2, 4, 5, 7], 8)
+    hooks = recorder.LayerHooks(model, [2, 4, 5, 7], 8)
     ids = torch.arange(5, 15)[None]
     with torch.inference_mode():
         output = model(ids, output_hidden_states=True, use_cache=False)
-    streams = hooks.passes[0]["streams"]
+    streams = hooks.take()
     # hidden_states[k] of transformers enters layer k; the last one is normed, so the teacher is checked by logits
     for slot, layer in enumerate([2, 4, 5]):
         assert torch.equal(streams[slot], output.hidden_states[layer])
     assert torch.allclose(model.lm_head(model.model.norm(streams[3])), output.logits)
+    assert hooks.take() == []
 
 
 def test_positions_are_found_wherever_a_layer_takes_them():
     states, places = torch.zeros(3, 4), torch.arange(3)
     for arguments, keywords in (((places, states, None), {}), ((states, places, None), {}),
                                 ((states,), {"positions": places})):
-        assert torch.equal(recorder._positions(arguments, keywords), places)
-    assert recorder._positions((states,), {}) is None
+        assert torch.equal(recorder.positions_in(arguments, keywords), places)
+    assert recorder.positions_in((states,), {}) is None
 
 
-def passes_of(*pieces):
-    """Build recorder passes out of (ids, start) pieces; the state of a token is its id."""
-    tokens = [token for ids, _ in pieces for token in ids]
-    positions = [start + k for ids, start in pieces for k in range(len(ids))]
-    return tokens, positions, torch.tensor(tokens, dtype=torch.float32)[:, None, None]
+class Decoder(torch.nn.Module):
+    """As the engines' are: layers that return the stream in two parts, and streams on request."""
+
+    def __init__(self, gives: int) -> None:
+        super().__init__()
+        self.embed_tokens, self.layers = torch.nn.Embedding(9, 4), torch.nn.ModuleList(Layer() for _ in range(3))
+        self.gives, self.asked = gives, None
+
+    def set_aux_hidden_state_layers(self, layers):
+        self.asked = layers
+
+    def forward(self, input_ids, positions):
+        hidden, rest, streams = self.embed_tokens(input_ids), None, []
+        for index, layer in enumerate(self.layers):
+            hidden, rest = layer(positions, hidden, rest)
+            if self.asked and index + 1 in self.asked:
+                streams.append(hidden + rest)
+        normed = (hidden + rest) / 2
+        return (normed, streams[: self.gives]) if self.asked else normed
 
 
-def test_packed_and_chunked_sequences_find_their_samples():
-    jobs = [(0, [1, 2, 3]), (1, [1, 2, 4, 5]), (2, [9])]
-    passes = [passes_of(([1, 2, 3], 0), ([1, 2], 0)), passes_of(([4, 5], 2), ([9], 0))]
-    complete, missing = recorder.assign(passes, jobs)
-    assert not missing
-    assert {number: states.flatten().tolist() for number, states in complete.items()} == dict(jobs)
+class Layer(torch.nn.Module):
+    def forward(self, _positions, hidden, rest):
+        return hidden * 2, hidden if rest is None else rest + hidden
 
 
-def test_a_sample_without_all_its_tokens_is_rejected():
-    complete, missing = recorder.assign(
-        [passes_of(([1, 2], 0)), passes_of(([7, 8], 64))], [(0, [1, 2, 3]), (1, [6] * 66)])
-    assert not complete
-    assert "2 of 3 tokens" in missing[0] and "0 of 66" in missing[1]
+def test_outputs_and_hooks_show_the_same_and_the_engine_gets_its_own_output_only():
+    ids, places, seen = torch.arange(5), torch.arange(5), []
+    for outputs in (True, False):
+        torch.manual_seed(0)
+        model, rehearsed = Decoder(gives=4), []
+        plain = model(ids, places)
+        tap = recorder.EngineTap(model, [1, 2], 3, outputs=outputs, rehearse=rehearsed.append)
+        assert torch.equal(model(ids, positions=places), plain) and len(rehearsed) == 1
+        tap.listen(seen.append)
+        assert torch.equal(model(ids, positions=places), plain) and len(rehearsed) == 1
+    ours, theirs = seen
+    assert len(ours.streams) == 2 and all(map(torch.equal, ours.streams, theirs.streams))
+    assert torch.equal(ours.streams[-1] / 2, ours.hidden) and torch.equal(theirs.tokens, ids)
+
+
+def test_a_model_that_gives_too_few_streams_is_refused():
+    model = Decoder(gives=1)
+    recorder.EngineTap(model, [1, 2], 3, outputs=True, rehearse=lambda _: None)
+    with pytest.raises(LookupError, match="2 streams asked for, 1 given.*--capture hooks"):
+        model(torch.arange(5), positions=torch.arange(5))

@@ -6,21 +6,37 @@ import subprocess
 import sys
 from pathlib import Path
 
+from support.captures import samples_of, stage_at
 from support.families import FAMILIES
 from support.pipeline import ROOT, write_export
 
 LAYERS = [2, 4, 5, 7]
 PATIENCE_S = 500
-# Greedy text with the drafter, and what was counted; one JSON line.
+HANDED = "handed.safetensors"
+# Greedy text with the drafter, and what was counted, in one JSON line; what the engine hands its drafter of the first
+# pass goes into a file. In one process the scheduler sees all prompts before its first pass, as a capture does.
 _SERVE = """
-import json, sys
+import json, os, sys
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+import torch
+from safetensors.torch import save_file
 from vllm import LLM, SamplingParams
 from eagle3.states import engine_side
 engine_side._let_llvmlite_be_looked_at()
-model, drafter, dtype, prompts = json.loads(sys.argv[1])
+model, drafter, dtype, prompts, handed = json.loads(sys.argv[1])
 llm = LLM(model=model, dtype=dtype, max_model_len=256, enforce_eager=True, enable_prefix_caching=False,
           speculative_config={"model": drafter, "method": "eagle3", "num_speculative_tokens": 2},
           disable_log_stats=False, skip_tokenizer_init=True)
+def watch(worker):
+    proposer = worker.model_runner.drafter
+    real = proposer.propose
+    def propose(**given):
+        if not os.path.exists(handed):
+            names = {"tokens": "target_token_ids", "positions": "target_positions", "states": "target_hidden_states"}
+            save_file({name: given[own].clone().contiguous() for name, own in names.items()}, handed)
+        return real(**given)
+    proposer.propose = propose
+llm.collective_rpc(watch)
 sampling = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, detokenize=False)
 outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling)
 counts = {m.name: m.value for m in llm.get_metrics() if m.name.startswith("vllm:spec_decode") and hasattr(m, "value")}
@@ -48,31 +64,28 @@ def prompts(vocab_size: int) -> list[list[int]]:
 
 def states(model: Path, work: Path, backend: str, dtype: str) -> dict:
     """Capture in a child as stage 02 does; return agreement, difference of log-probabilities, and the store."""
-    from eagle3.common.options import EngineOptions
+    from eagle3.common.options import EngineOptions, ModelOptions
     from eagle3.drafter import verifier
-    from eagle3.engines import defaults
-    from eagle3.states.extraction import AgreementCheck, engine_environment
-    from eagle3.states.settings import CONVENTION, CaptureSettings
+    from eagle3.states.agreement import AgreementCheck
+    from eagle3.states.extraction import Capture, settings_for
     from eagle3.states.store import StateStore
 
-    facts, store, engine = verifier.read(model), StateStore(work / f"states_{backend}_{dtype}"), EngineOptions()
-    store.files.mkdir(parents=True)
-    own = [*defaults.mla_on_cpu_args(engine, model), "--skip-tokenizer-init"] if backend == "vllm" else []
-    settings = CaptureSettings(
-        backend=backend, model=str(model), trust_remote_code=False, layers=tuple(facts.layers(LAYERS)),
-        num_layers=facts.num_layers, dtype=dtype, states_dtype="auto", max_length=64, batch_tokens=512,
-        tensor_parallel_size=1, engine_args=tuple(own), directory=str(store.files), metadata={"capture": CONVENTION})
-    jobs = [[i, ids] for i, ids in enumerate(prompts(facts.vocab_size))]
-    lines = [settings.to_json(), json.dumps({"jobs": jobs, "write": [i for i, _ in jobs]}), json.dumps({"prove": jobs})]
-    _, entries, said = _run([sys.executable, "-m", "eagle3.states.engine_side"], engine_environment(engine),
-                            work / f"capture-{backend}.log", "\n".join([*lines, ""]))
-    failed = [entry["error"] for entry in entries["entries"] if "error" in entry]
+    facts, store = verifier.read(model), StateStore(work / f"states_{backend}_{dtype}")
+    engine = EngineOptions(args=["--skip-tokenizer-init"], env={"VLLM_CPU_KVCACHE_SPACE": "1"})
+    settings = settings_for(facts, facts.layers(LAYERS), ModelOptions(path=str(model)), engine, backend=backend,
+                            dtype=dtype, max_length=64, batch_tokens=512)
+    samples = samples_of(dict(enumerate(prompts(facts.vocab_size))))
+    with Capture(stage_at(work, store), engine, store, settings) as child:
+        collected, said = child.run(samples), child.prove(samples)
+    failed = [entry["error"] for entry in collected.entries if "error" in entry]
     assert not failed, failed
     check = AgreementCheck(facts, store, 0.0, dtype, dtype)
     check._largest = float("inf")  # to report, not to refuse
-    check.add(entries["entries"])
-    check.add_prompts({int(number): found for number, found in said["logprobs"].items()})
-    return check.figures() | {"store": store, "bound": type(check)(facts, store, 0.0, dtype, dtype)._largest}
+    check.add(collected.entries)
+    check.add_prompts(said)
+    check.add_rows(collected.entries, collected.rows, {sample.i: sample for sample in samples})
+    return check.figures() | {"store": store, "bound": type(check)(facts, store, 0.0, dtype, dtype)._largest,
+                              "capture": child.how}
 
 
 def error_of(store, reference) -> float:
@@ -84,6 +97,20 @@ def error_of(store, reference) -> float:
     return float(found.median())
 
 
+def handed(work: Path, store) -> list[tuple]:
+    """Return (what vLLM gave its drafter, what was captured for it), [T, 3H] each, of every prompt."""
+    from safetensors.torch import load_file
+
+    given, pairs = load_file(work / HANDED), []
+    starts = (given["positions"] == 0).nonzero()[:, 0].tolist()
+    places = {tuple(given["tokens"][start:stop].tolist()): given["states"][start:stop]
+              for start, stop in zip(starts, [*starts[1:], len(given["tokens"])], strict=True)}
+    for i in range(8):
+        states, ids = store.load(i)
+        pairs.append((places[tuple(ids.tolist())], states[:, :3].flatten(1)))
+    return pairs
+
+
 def serve(model: Path, work: Path, dtype: str) -> dict:
     """Generate greedily in vLLM with an untrained drafter; return {tokens, drafts, accepted}."""
     from eagle3.common.options import EngineOptions
@@ -92,7 +119,8 @@ def serve(model: Path, work: Path, dtype: str) -> dict:
     from eagle3.states.extraction import engine_environment
 
     engine, drafter = EngineOptions(), write_export(work / "export", model)
-    question = json.dumps([str(model), str(drafter), dtype, prompts(verifier.read(model).vocab_size)])
+    question = json.dumps([str(model), str(drafter), dtype, prompts(verifier.read(model).vocab_size),
+                           str(work / HANDED)])
     said = _run([sys.executable, "-c", _SERVE, question],
                 engine_environment(engine) | defaults.mla_on_cpu_env(engine, model), work / "serve.log", "")[-1]
     return {"tokens": said["tokens"], "drafts": said.get("vllm:spec_decode_num_drafts", 0),

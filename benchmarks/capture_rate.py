@@ -1,0 +1,200 @@
+"""Tokens/s of stage 02's capture beside the plain prefill of the same engine, in turn, on the same batches.
+
+Two engines are loaded side by side: one as vLLM runs by default (compiled, with CUDA graphs where it uses them for
+prefill), one as stage 02 starts it. Both get the same batches of random tokens, `--pairs` times, in turn. The captured
+states are written, hashed and synced; what lies in --dir afterwards is removed. Prints the median of the pairs' ratios.
+
+  python benchmarks/capture_rate.py --build llama-7b --dir /dev/shm                       # a GPU of 80 GB
+  python benchmarks/capture_rate.py --build smollm2 --samples 4000 --length 176 --dir /dev/shm
+  python benchmarks/capture_rate.py --model models/smollm2-135m --samples 24 --length 256 --batch-tokens 1024   # CPUs
+
+--build makes a model of random weights, Llama's architecture, in --dir first. Prints a JSON line at its end and exits
+with 1 when the ratio is below --target.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from support.captures import stage_at  # noqa: E402
+
+from eagle3.common.options import EngineOptions, ModelOptions  # noqa: E402
+from eagle3.common.processes import Child  # noqa: E402
+from eagle3.drafter import verifier  # noqa: E402
+from eagle3.states.extraction import Capture, batches, engine_environment, settings_for  # noqa: E402
+from eagle3.states.settings import CaptureSettings  # noqa: E402
+from eagle3.states.store import Sample, StateStore  # noqa: E402
+
+# hidden, layers, heads, key-value heads, intermediate size, vocabulary
+SIZES = {"llama-7b": (4096, 32, 32, 8, 14336, 128256), "smollm2": (576, 30, 9, 3, 1536, 49152)}
+
+
+def main() -> int:
+    """Measure, print, return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="folder of a verifier")
+    parser.add_argument("--build", choices=SIZES, help="make one of random weights instead")
+    parser.add_argument("--samples", type=int, default=600)
+    parser.add_argument("--length", type=int, default=1000, help="mean tokens of a sample; 80%% to 120%% of it")
+    parser.add_argument("--batch-tokens", type=int, default=16384)
+    parser.add_argument("--states-dtype", default="auto", choices=("auto", "fp8"))
+    parser.add_argument("--capture", default="auto", choices=("auto", "outputs", "hooks"))
+    parser.add_argument("--eager", action="store_true", help="compare with eager prefill")
+    parser.add_argument("--share", type=float, default=0.4, help="of the device's memory, for each engine")
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--target", type=float, default=0.95)
+    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="for states and built models")
+    parser.add_argument("--plain", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.plain:
+        serve_plain(CaptureSettings.from_json(given.plain), eager=given.eager)
+        return 0
+    with tempfile.TemporaryDirectory(dir=given.dir) as folder:
+        figures = measure(given, Path(folder))
+    print(json.dumps(figures))
+    return int(figures["ratio"] < given.target)
+
+
+def measure(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Return rates of both and the median ratio of the pairs."""
+    model = build(folder / "model", given.build) if given.build else given.model
+    facts, store = verifier.read(model), StateStore(folder / "states")
+    engine = EngineOptions(args=["--skip-tokenizer-init", "--gpu-memory-utilization", str(given.share)])
+    longest = max(int(given.length * 1.2) + 1, 2)
+    settings = settings_for(facts, facts.layers([]), ModelOptions(path=str(model)), engine, backend="vllm",
+                            dtype="bfloat16", max_length=longest, batch_tokens=given.batch_tokens,
+                            states_dtype=given.states_dtype, capture=given.capture, compiled=not given.eager)
+    rng = random.Random(0)
+    samples = [Sample(i, str(i), "", [rng.randrange(5, facts.vocab_size) for _ in range(
+        rng.randrange(int(given.length * 0.8), longest - 1))], []) for i in range(given.samples)]
+    work = list(batches(samples, settings.batch_tokens))
+    tokens = sum(len(sample.input_ids) for sample in samples)
+    plain = Plain(settings, engine, folder / "plain.log", eager=given.eager)
+    with Capture(stage_at(folder, store), engine, store, settings) as child:
+        plain.wait()
+        sides: dict[str, Callable[[], object]] = {
+            "plain": lambda: plain.run(work),
+            "capture": lambda: [None for _ in child.run_all((batch, None) for batch in work)]}
+        times: dict[str, list[float]] = {name: [] for name in sides}
+        cores: dict[str, float] = {}
+        for number in range(given.pairs + 1):  # the first pair warms up
+            for name in (sides if number % 2 else reversed(sides)):
+                before, busy = time.monotonic(), os.times()
+                sides[name]()
+                seconds, now = time.monotonic() - before, os.times()
+                if number:
+                    times[name].append(seconds)
+                    cores[name] = (now.user + now.system - busy.user - busy.system) / seconds
+                print(f"{name}: {tokens / seconds:,.0f} tokens/s, {len(samples) / seconds:,.0f} samples/s", flush=True)
+        how = child.how
+    plain.stop()
+    ratios = [p / c for p, c in zip(times["plain"], times["capture"], strict=True)]
+    written = sum(path.stat().st_size for path in store.files.iterdir())
+    return {"model": given.build or model.name, "how": how, "states": given.states_dtype,
+            "ratio": round(statistics.median(ratios), 4), "ratios": [round(ratio, 4) for ratio in sorted(ratios)],
+            **{f"{name}_tokens_s": round(tokens / statistics.median(found)) for name, found in times.items()},
+            "samples_s": round(len(samples) / statistics.median(times["capture"])),
+            "gb_s": round(written / 1e9 / statistics.median(times["capture"]), 3),
+            "cores_of_the_stage": round(cores["capture"], 2), "bytes": written, "tokens": tokens}
+
+
+class Plain:
+    """The engine as it runs by default, in a child."""
+
+    def __init__(self, settings: CaptureSettings, engine: EngineOptions, log: Path, *, eager: bool) -> None:
+        command = [engine.python or sys.executable, __file__, "--plain", settings.to_json(), *["--eager"] * eager]
+        self._child = Child(command, log_path=log, env=engine_environment(engine), piped=True)
+        self._ready = threading.Thread(target=self._answer)
+        self._ready.start()
+
+    def wait(self) -> None:
+        """Wait until it is loaded."""
+        self._ready.join()
+
+    def run(self, work: list[list[Sample]]) -> None:
+        """Prefill all batches."""
+        jobs = [[sample.input_ids for sample in batch] for batch in work]
+        self._child.stdin.write(json.dumps(jobs).encode() + b"\n")
+        self._child.stdin.flush()
+        self._answer()
+
+    def stop(self) -> None:
+        """End it."""
+        self._child.stop()
+
+    def _answer(self) -> None:
+        if not self._child.stdout.readline():
+            raise RuntimeError("the plain engine ended:\n" + self._child.tail(30))
+
+
+def serve_plain(settings: CaptureSettings, *, eager: bool) -> None:
+    """Load the engine without anything of ours in it; run the batches of each line of stdin and answer with a line."""
+    from eagle3.states import engine_side
+
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # batches as the capture has them
+    from vllm import LLM, SamplingParams
+
+    arguments = engine_side.engine_arguments(dataclasses.replace(settings, capture="outputs"))
+    arguments = {name: value for name, value in arguments.items() if name not in ("worker_cls", "additional_config")}
+    llm = LLM(**arguments | ({"enforce_eager": True} if eager else {}))
+    sampling = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+    print("ready", file=replies, flush=True)
+    for line in sys.stdin:
+        for batch in json.loads(line):
+            llm.generate([{"prompt_token_ids": ids} for ids in batch], sampling, use_tqdm=False)
+        print("done", file=replies, flush=True)
+
+
+def build(folder: Path, size: str) -> Path:
+    """Write a Llama of random weights (standard deviation 0.02), on a GPU where there is one; return its folder."""
+    import torch
+    from safetensors.torch import save_file
+
+    hidden, layers, heads, kv_heads, inner, vocabulary = SIZES[size]
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+        "intermediate_size": inner,
+        "vocab_size": vocabulary, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+        "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": 1,
+        "eos_token_id": 2}))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def tensors() -> Iterator[tuple[str, tuple[int, ...]]]:
+        head = hidden // heads
+        yield "model.embed_tokens.weight", (vocabulary, hidden)
+        yield "lm_head.weight", (vocabulary, hidden)
+        yield "model.norm.weight", (hidden,)
+        for k in range(layers):
+            own = f"model.layers.{k}."
+            yield from ((own + f"{norm}_layernorm.weight", (hidden,)) for norm in ("input", "post_attention"))
+            yield own + "self_attn.q_proj.weight", (hidden, hidden)
+            yield from ((own + f"self_attn.{n}_proj.weight", (kv_heads * head, hidden)) for n in ("k", "v"))
+            yield own + "self_attn.o_proj.weight", (hidden, hidden)
+            yield from ((own + f"mlp.{n}_proj.weight", (inner, hidden)) for n in ("gate", "up"))
+            yield own + "mlp.down_proj.weight", (hidden, inner)
+
+    torch.manual_seed(0)
+    save_file({name: (torch.ones(shape) if len(shape) == 1 else torch.randn(shape, device=device) * 0.02
+                      ).to(torch.bfloat16).cpu() for name, shape in tensors()}, folder / "model.safetensors")
+    return folder
+
+
+if __name__ == "__main__":
+    sys.exit(main())
