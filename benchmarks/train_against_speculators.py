@@ -25,7 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from train_rate import mask_of, random_batch, random_model, timed
+from train_rate import mask_of, random_batch, random_model, sizes, timed
 
 from eagle3.common.options import TrainSection
 from eagle3.states.store import StateStore
@@ -38,12 +38,7 @@ TARGET = 1.15
 def main() -> int:
     """Measure both sides, print, return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument("--draft-vocab", type=int, default=32000)
-    parser.add_argument("--tokens", type=int, default=8192, help="positions in a batch")
-    parser.add_argument("--document", type=int, default=2048, help="positions of a document")
-    parser.add_argument("--prompt", type=int, default=0, help="of these, positions without loss")
-    parser.add_argument("--ttt-steps", type=int, default=3)
+    sizes(parser)
     parser.add_argument("--steps", type=int, default=20, help="steps that are timed, of each kind")
     parser.add_argument("--no-peer", action="store_true", help="leave speculators out, which compiles for a minute")
     given = parser.parse_args()

@@ -39,12 +39,7 @@ KIMI = {"num_attention_heads": 64, "intermediate_size": 18432, "rope_theta": 500
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument("--draft-vocab", type=int, default=32000)
-    parser.add_argument("--tokens", type=int, default=8192, help="positions in a batch")
-    parser.add_argument("--document", type=int, default=2048, help="positions of a document")
-    parser.add_argument("--prompt", type=int, default=0, help="of these, positions without loss")
-    parser.add_argument("--ttt-steps", type=int, default=3)
+    sizes(parser)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--trained-head", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--gpus", type=int, default=1, help="processes, one a GPU")
@@ -60,6 +55,16 @@ def main() -> None:
     processes = Processes.start()
     measure(given, processes)
     processes.stop()
+
+
+def sizes(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say what is trained: Kimi-K2.5's drafter on packed documents by default."""
+    parser.add_argument("--hidden", type=int, default=7168)
+    parser.add_argument("--draft-vocab", type=int, default=32000)
+    parser.add_argument("--tokens", type=int, default=8192, help="positions in a batch")
+    parser.add_argument("--document", type=int, default=2048, help="positions of a document")
+    parser.add_argument("--prompt", type=int, default=0, help="of these, positions without loss")
+    parser.add_argument("--ttt-steps", type=int, default=3)
 
 
 def measure(given: argparse.Namespace, processes: Processes) -> None:
