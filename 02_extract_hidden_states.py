@@ -11,13 +11,15 @@ Every sample proves itself: the stored teacher state must give the engine's own 
 
   python 02_extract_hidden_states.py --config configs/kimi-k2.5.yaml --run-dir runs/kimi
   python 02_extract_hidden_states.py --config configs/smollm2-135m.yaml --run-dir runs/x --backend hf --out runs/x/02_hf
+  python 02_extract_hidden_states.py --config configs/kimi-k2.5.yaml --run-dir runs/x --shard 1/4 --out runs/x/02_1
+  python 02_extract_hidden_states.py --config configs/kimi-k2.5.yaml --run-dir runs/x --merge 'runs/x/02_1 runs/x/02_2'
 """
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle3.common import config, files
-from eagle3.common.errors import FailureLimitError
+from eagle3.common.errors import FailureLimitError, UsageError
 from eagle3.common.log import logger
 from eagle3.common.machine import require_free_disk
 from eagle3.common.options import ExtractOptions, ExtractSection
@@ -44,11 +46,16 @@ def run(options: ExtractOptions, stage: Stage) -> None:
         look_ahead(options, stage)
         return
 
-    from eagle3.states.extraction import resolve_dtype
+    from eagle3.states import shards
+    from eagle3.states.extraction import batches, resolve_dtype
     from eagle3.states.numbering import number_traces
     from eagle3.states.sizes import bytes_needed, stored_as
     from eagle3.states.store import StateStore
 
+    shard = shards.parse(extract.shard)
+    if shard[1] > 1 and not stage.common.out:
+        raise UsageError("a shard needs a folder of its own", where="--shard", expected="--out DIR",
+                         fix="then put the shards together with --merge DIR DIR …")
     upstream = stage.upstream(traces, "--traces")
     identity = {"traces": upstream["fingerprint"], "model": files.model_identity(model)}
     extract.dtype = resolve_dtype(extract.dtype, options.engine)
@@ -61,7 +68,13 @@ def run(options: ExtractOptions, stage: Stage) -> None:
                holds=store.index_path.exists)
     index = store.index()
     numbered = number_traces(read_rows(traces), index, traces, max_length=extract.max_length, limit=stage.common.limit)
-    samples, skipped = numbered.samples, numbered.skipped
+    skipped = numbered.skipped
+    work = shards.share(batches(numbered.samples, max(extract.batch_tokens, extract.max_length)), shard)
+    samples = [sample for batch in work for sample in batch]
+    if extract.merge:
+        stage.begin()
+        shards.merge(store, [Path(folder) for folder in extract.merge], samples, stage.manifest["fingerprint"])
+        index = store.index()
     content = files.sha256_json([sample.digest for sample in samples])
     done = store.complete(index | numbered.changes())
     if extract.verify == "full":
@@ -75,7 +88,7 @@ def run(options: ExtractOptions, stage: Stage) -> None:
     if changes := numbered.changes():
         stage.begin()
         store.append(changes.values())
-    failed, agreement = capture(options, stage, facts, layers, store, samples, done) if todo else ([], {})
+    failed, agreement = capture(options, stage, facts, layers, store, work, done) if todo else ([], {})
     outputs = store.finish(samples)
     stage.complete(
         counts={
@@ -91,6 +104,7 @@ def run(options: ExtractOptions, stage: Stage) -> None:
         hidden_size=facts.hidden_size,
         states_dtype=stored_as(extract, extract.dtype),
         **agreement,
+        **shards.about(shard),
         content=content,
         traces_identity=upstream.get("identity"),
     )
@@ -123,25 +137,24 @@ def look_ahead(options: ExtractOptions, stage: Stage) -> dict[str, Any]:
 
 def capture(
     options: ExtractOptions, stage: Stage, facts: verifier.Verifier, layers: list[int], store: "StateStore",
-    samples: "list[Sample]", done: set[int],
+    work: "list[list[Sample]]", done: set[int],
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Run every batch that has a missing sample; return (failed entries, figures of the agreement)."""
     from eagle3.states.agreement import AgreementCheck
-    from eagle3.states.extraction import Capture, batches, settings_for
+    from eagle3.states.extraction import Capture, settings_for
     from eagle3.states.sizes import stored_as
 
     extract = options.extract
     store.sweep()
-    by_number = {sample.i: sample for sample in samples}
+    by_number = {sample.i: sample for batch in work for sample in batch}
     failed = list[dict[str, Any]]()
     check = AgreementCheck(facts, store, extract.min_agreement, extract.dtype, stored_as(extract, extract.dtype))
     settings = settings_for(facts, layers, options.model, options.engine, backend=extract.backend,
                             dtype=extract.dtype, max_length=extract.max_length, batch_tokens=extract.batch_tokens,
                             states_dtype=extract.states_dtype, capture=way(extract, store, done), compiled=True)
-    missing = [(batch, wanted) for batch in batches(samples, settings.batch_tokens)
-               if (wanted := {sample.i for sample in batch} - done)]
+    missing = [(batch, wanted) for batch in work if (wanted := {sample.i for sample in batch} - done)]
     with Capture(stage, options.engine, store, settings) as child:
-        total = sum(len(sample.input_ids) for sample in samples)
+        total = sum(len(sample.input_ids) for sample in by_number.values())
         already = sum(len(by_number[i].input_ids) for i in done if i in by_number)
         progress = stage.progress("states", total, "tokens", already)
 

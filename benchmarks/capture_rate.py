@@ -39,7 +39,8 @@ from eagle3.states.settings import CaptureSettings  # noqa: E402
 from eagle3.states.store import Sample, StateStore  # noqa: E402
 
 # hidden, layers, heads, key-value heads, intermediate size, vocabulary
-SIZES = {"llama-7b": (4096, 32, 32, 8, 14336, 128256), "smollm2": (576, 30, 9, 3, 1536, 49152)}
+SIZES = {"llama-7b": (4096, 32, 32, 8, 14336, 128256), "llama-3b": (4096, 12, 32, 8, 14336, 128256),
+         "smollm2": (576, 30, 9, 3, 1536, 49152)}
 
 
 def main() -> int:

@@ -194,6 +194,9 @@ class ExtractSection:
     batch_tokens: int = option(
         8192, "tokens in one prefill pass; at least max_length", unit="tokens", minimum=2, results=False
     )
+    shard: str | None = option(None, "capture part k of n, k from 1, such as 2/8, into a folder of its own (--out)",
+                               results=False)
+    merge: list[str] = option([], "take what these shards have captured, then capture what is missing", results=False)
     verify: str = option("quick", "what lies there already, by size; full: by checksum, reading every byte; what is "
                          "damaged is captured again", choices=("quick", "full"), results=False)
     min_agreement: float = option(

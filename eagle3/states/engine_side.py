@@ -34,6 +34,7 @@ class VllmBackend:
         # In one process the scheduler sees a whole batch before its first step: batches, and with them the
         # rounding of every state, do not depend on the moment at which a request arrives.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ["VLLM_USE_BREAKABLE_CUDAGRAPH"] = "0"  # it would replay the whole model, hook and all
         from vllm import LLM, SamplingParams
 
         _let_llvmlite_be_looked_at()

@@ -89,8 +89,10 @@ def test_a_reply_whose_states_cannot_be_captured_is_left_out_and_said(predict, r
     real = extraction.Capture.run
 
     def run(child, batch, wanted=None):
-        entries = real(child, batch, wanted)
-        return [{"i": entry["i"], "error": "NaN in slot 1"} if entry["i"] == 1 else entry for entry in entries]
+        collected = real(child, batch, wanted)
+        collected.entries = [{"i": entry["i"], "error": "NaN in slot 1"} if entry["i"] == 1 else entry
+                             for entry in collected.entries]
+        return collected
 
     monkeypatch.setattr(extraction.Capture, "run", run)
     monkeypatch.setattr(prediction.logger, "propagate", True)

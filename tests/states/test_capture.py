@@ -7,8 +7,9 @@ import pytest
 import torch
 from support.pipeline import LAYERS, kill_midway, manifest, run_stage, tree, write_traces
 
-from eagle3.common.errors import PreconditionError
+from eagle3.common.errors import PreconditionError, UsageError
 from eagle3.drafter import verifier
+from eagle3.states import shards
 from eagle3.states.agreement import AgreementCheck
 from eagle3.states.extraction import batches
 from eagle3.states.store import Sample, StateStore, load_dataset
@@ -116,6 +117,29 @@ def test_a_flipped_bit_is_found_when_all_is_verified_and_only_that_sample_is_cap
     assert "hs_5.safetensors is damaged" in extract(run_dir, tiny_model, "--verify", "full").stderr
     assert {p.name for p in files.iterdir() if p.stat().st_mtime_ns != before[p.name]} == {"hs_5.safetensors"}
     assert tree(run_dir / "02_states") == tree(captured / "02_states")
+
+
+def test_shards_put_together_are_the_undivided_capture(captured, tiny_model, tmp_path):
+    run_dir = tmp_path / "run"
+    shutil.copytree(captured / "01_traces", run_dir / "01_traces")
+    assert "needs a folder of its own" in extract(run_dir, tiny_model, "--shard", "1/2", check=2).stderr
+    parts = [tmp_path / f"part_{k}" for k in (1, 2)]
+    for k, part in enumerate(parts, 1):
+        extract(run_dir, tiny_model, "--shard", f"{k}/2", "--out", part)
+        assert manifest(part)["shard"] == f"{k}/2" and manifest(part)["counts"]["done"] < 12
+    (parts[0] / "hidden_states/hs_0.safetensors").write_bytes(b"")  # damaged on its way: captured again
+    told = extract(run_dir, tiny_model, "--merge", " ".join(map(str, parts))).stderr
+    assert "loading the verifier" in told and "samples from" in told
+    assert tree(run_dir / "02_states") == tree(captured / "02_states")
+    assert "complete already" in extract(run_dir, tiny_model).stderr
+    other = extract(run_dir, tiny_model, "--layers", 1, 4, 5, 7, "--merge", parts[0], "--out", tmp_path / "x", check=3)
+    assert "a shard was captured with other options" in other.stderr
+
+
+@pytest.mark.parametrize("given", ["0/2", "3/2", "2", "a/b", "-1/2", "1/0"])
+def test_what_is_no_shard_is_refused(given):
+    with pytest.raises(UsageError, match="not a shard"):
+        shards.parse(given)
 
 
 def test_sigkill_costs_nothing(captured, tiny_model, tmp_path):
