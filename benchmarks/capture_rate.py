@@ -20,7 +20,6 @@ import random
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -83,9 +82,9 @@ def measure(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
         rng.randrange(int(given.length * 0.8), longest - 1))], []) for i in range(given.samples)]
     work = list(batches(samples, settings.batch_tokens))
     tokens = sum(len(sample.input_ids) for sample in samples)
+    # One after the other: an engine that loads measures how much memory is left beside it.
     plain = Plain(settings, engine, folder / "plain.log", eager=given.eager)
     with Capture(stage_at(folder, store), engine, store, settings) as child:
-        plain.wait()
         sides: dict[str, Callable[[], object]] = {
             "plain": lambda: plain.run(work),
             "capture": lambda: [None for _ in child.run_all((batch, None) for batch in work)]}
@@ -118,12 +117,7 @@ class Plain:
     def __init__(self, settings: CaptureSettings, engine: EngineOptions, log: Path, *, eager: bool) -> None:
         command = [engine.python or sys.executable, __file__, "--plain", settings.to_json(), *["--eager"] * eager]
         self._child = Child(command, log_path=log, env=engine_environment(engine), piped=True)
-        self._ready = threading.Thread(target=self._answer)
-        self._ready.start()
-
-    def wait(self) -> None:
-        """Wait until it is loaded."""
-        self._ready.join()
+        self._answer()
 
     def run(self, work: list[list[Sample]]) -> None:
         """Prefill all batches."""

@@ -131,9 +131,11 @@ def test_shards_put_together_are_the_undivided_capture(captured, tiny_model, tmp
     told = extract(run_dir, tiny_model, "--merge", " ".join(map(str, parts))).stderr
     assert "loading the verifier" in told and "samples from" in told
     assert tree(run_dir / "02_states") == tree(captured / "02_states")
-    assert "complete already" in extract(run_dir, tiny_model).stderr
-    other = extract(run_dir, tiny_model, "--layers", 1, 4, 5, 7, "--merge", parts[0], "--out", tmp_path / "x", check=3)
-    assert "a shard was captured with other options" in other.stderr
+    store = StateStore(tmp_path / "other")
+    with pytest.raises(PreconditionError, match="a shard was captured with other options"):
+        shards.merge(store, [parts[1]], [], "another fingerprint")
+    with pytest.raises(PreconditionError, match="numbers its samples otherwise"):
+        shards.merge(store, [parts[1]], [], manifest(parts[1])["fingerprint"])
 
 
 @pytest.mark.parametrize("given", ["0/2", "3/2", "2", "a/b", "-1/2", "1/0"])
