@@ -166,6 +166,8 @@ def capture(
             failed.extend(entry for entry in collected.entries if "error" in entry)
             progress.update(sum(entry["tokens"] for entry in good), failed=len(collected.entries) - len(good))
             if collected.problem is not None:
+                logger.error("%d of %d samples are left", len(by_number) - len(store.complete(store.index())),
+                             len(by_number))
                 raise collected.problem
             check.add_rows(good, collected.rows, by_number)
             return good
