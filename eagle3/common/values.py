@@ -40,7 +40,9 @@ def checked(item: dataclasses.Field[Any], value: Any, where: str) -> Any:
 
 
 def _listed(value: Any, where: str) -> list[Any]:
-    """Return a list; one text holds it as words."""
+    """Return a list; one text holds it as words, one number is a list of it."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return [value]
     try:
         value = shlex.split(value) if isinstance(value, str) else value
     except ValueError as error:

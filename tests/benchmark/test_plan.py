@@ -37,9 +37,9 @@ def test_unfinished_export_is_refused_and_dry_run_writes_nothing(bench):
 def test_states_for_the_prediction_come_from_a_vllm():
     options = BenchmarkOptions()
     assert plan.capture_engine(options) is options.engine
-    options.benchmark.temperature = 0.7
+    options.benchmark.temperature = [0.7]
     assert plan.capture_engine(options) is None
-    options.benchmark.temperature = 0.0
+    options.benchmark.temperature = [0.0, 0.7]
     options.engine.kind, options.engine.args = "sglang", ["--attention-backend", "triton"]
     found = plan.capture_engine(options)  # this interpreter has it
     assert (found.kind, found.args) == ("vllm", [])
