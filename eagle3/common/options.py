@@ -100,6 +100,15 @@ class EngineOptions:
         minimum=0.1,
         results=False,
     )
+    stall_min: float = option(
+        5.0,
+        "give up on a starting engine that for so long writes no log line, computes nothing, reads nothing and does not "
+        "use its GPUs; 0: never",
+        unit="minutes",
+        flag="--engine-stall-min",
+        minimum=0.0,
+        results=False,
+    )
 
 
 @dataclass

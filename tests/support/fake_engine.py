@@ -2,6 +2,7 @@
 
 `install(folder)` returns the path of the interpreter. Behaviour comes from the environment of the engine:
   FAKE_MODE      serve (default), exit (print and leave), hang (never listen), worker (start a child of its own),
+                 compute, read (do so silently for three seconds, then serve),
                  die (leave at the eleventh request, that is in the second measurement, but once),
                  deaf (listen, never answer chats)
   FAKE_MODEL     the model it says it serves; default: the one it was started for
@@ -43,6 +44,13 @@ if mode == "exit":
     sys.exit(7)
 if mode == "hang":
     time.sleep(600)
+if mode in ("compute", "read"):  # without a word, for three seconds
+    ends = time.monotonic() + 3
+    while time.monotonic() < ends:
+        if mode == "read":
+            with open("/dev/zero", "rb") as zeros:
+                zeros.read(1 << 20)
+            time.sleep(0.1)
 if mode == "worker":
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     note(pids=[os.getpid(), child.pid])
