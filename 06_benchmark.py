@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle3.common import config, files
+from eagle3.common import files
 from eagle3.common.log import logger
 from eagle3.common.options import BenchmarkOptions
 from eagle3.common.script import main
@@ -43,17 +43,16 @@ def run(options: BenchmarkOptions, stage: Stage) -> None:
 
         look_ahead(options, stage, describe(options, stage))
         return
-    from eagle3.benchmark import comparison, matrix, measurements
-    from eagle3.benchmark.plan import make_plan
+    from eagle3.benchmark import comparison, measurements
+    from eagle3.benchmark.plan import STALE_ON, make_plan, options_of_all
 
     plan = make_plan(options, stage)
-    of_all = {name: value for name, value in config.result_options(options).items() if name not in matrix.AXES}
-    if not stage.open(inputs=plan.inputs, results=of_all, stale_on=("model", "drafter", "engine"), grows=True,
+    if not stage.open(inputs=plan.inputs, results=options_of_all(options), stale_on=STALE_ON, grows=True,
                       holds=lambda: any((stage.directory / "runs").glob("*")),
                       upgraded=functools.partial(measurements.adopted, stage.directory)):
         return
     runs = measurements.kept(stage.directory, stage.manifest["fingerprint"])
-    missing = sum(len(plan.matrix.missing(kind, runs)) for kind in plan.servers)
+    missing = sum(map(len, plan.matrix.all_missing(runs).values()))
     shown = [each for each in runs if plan.matrix.shown(each)]
     if stage.finished(plan.content(shown), missing):
         return

@@ -183,7 +183,7 @@ async def _shared(job: Job, processes: int, server: Server, stage: Stage, done: 
     log = stage.run_dir / "logs" / f"{stage.directory.name}-load.log"
     children = [Child(command, log_path=log, piped=True) for _ in range(processes)]
 
-    def converse(child: Child, part: Job) -> Load:
+    def converse(child: Child) -> Load:
         for line in iter(child.stdout.readline, b""):
             if line.startswith(b"{"):
                 answer = json.loads(line)
@@ -201,8 +201,12 @@ async def _shared(job: Job, processes: int, server: Server, stage: Stage, done: 
         for child in used:
             child.stdin.write(b"go\n")
             child.stdin.flush()
-        return await asyncio.gather(*(asyncio.to_thread(converse, child, part)
-                                      for child, part in zip(used, parts, strict=True)))
+        loads: list[Load] = []
+        for each in asyncio.as_completed([asyncio.to_thread(converse, child) for child in used]):
+            loads.append(await each)
+            if any(row.status != 200 for row in loads[-1].rows):
+                return loads[-1:]  # the others ask for nothing
+        return loads
 
     try:
         loads = await _watched(begin(), server, stage)
@@ -226,7 +230,8 @@ def _checked(load: Load, prompts: list[Prompt], server: Server) -> list[Reply]:
         try:
             replies.append(_reply(row, server))
         except BadReply as error:
-            time.sleep(1.0)  # a dying server drops its connections first
+            if server.child:
+                time.sleep(1.0)  # a dying server drops its connections first
             server.require_alive()
             raise FailureLimitError(
                 "a request failed, so this is no measurement",

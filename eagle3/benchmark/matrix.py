@@ -111,7 +111,7 @@ class Matrix:
         its age is known), or they would not be the end.
         """
         done = {key_of(run): run for run in kept}
-        cells = [cell for cell in self.cells(server)]
+        cells = list(self.cells(server))
         if server.role != AGAIN:
             return [cell for cell in cells if files.sha256_json(list(cell.key().values())) not in done]
         drafted: dict[tuple[Any, ...], str] = {}
@@ -121,6 +121,14 @@ class Matrix:
             ages[group_of(run)] = max(ages.get(group_of(run), ""), run.get("measured_at", ""))
         return [cell for cell in cells if (age := drafted.get(group_of(cell.key()))) is None
                 or age > ended.get(group_of(cell.key()), "")]
+
+    def all_missing(self, kept: list[dict[str, Any]]) -> dict[ServerKind, list[Cell]]:
+        """Return what a run would measure, server by server."""
+        found, known = {}, list(kept)
+        for kind in self.servers:
+            found[kind] = self.missing(kind, known)
+            known += [cell.key() | {"measured_at": "later"} for cell in found[kind]]
+        return found
 
     def shown(self, run: dict[str, Any]) -> bool:
         """Say whether a kept measurement belongs to the results: not with prompts or a control that are others now."""

@@ -9,12 +9,20 @@ from typing import Any
 from eagle3.benchmark import matrix, prompt_sets
 from eagle3.benchmark.matrix import Matrix, ServerKind
 from eagle3.benchmark.prompt_sets import PromptSet
-from eagle3.common import files, machine
+from eagle3.common import config, files, machine
 from eagle3.common.errors import PreconditionError, UsageError
 from eagle3.common.log import logger
 from eagle3.common.options import BenchmarkOptions, EngineOptions
 from eagle3.common.stage import Stage
 from eagle3.engines import defaults, installed
+
+
+STALE_ON = ("model", "drafter", "engine")  # inputs that concern every measurement
+
+
+def options_of_all(options: BenchmarkOptions) -> dict[str, Any]:
+    """Return the options that concern every measurement: they and STALE_ON refuse, the axes add."""
+    return {name: value for name, value in config.result_options(options).items() if name not in matrix.AXES}
 
 
 @dataclass
@@ -65,7 +73,7 @@ def make_plan(options: BenchmarkOptions, stage: Stage, dry: Any = None) -> Measu
     inputs = {
         "model": files.model_identity(model),
         "drafter": files.model_identity(drafter) if drafter and drafter.exists() else "attached",
-        "engine": "attached" if attached else version,
+        "engine": "attached" if attached else (version or "").removeprefix(f"{options.engine.kind} ") or version,
     } | {f"prompts {name}": each.identity for name, each in sets.items()}
     capture = None
     with dry.only_there("the prediction's engine") if dry else contextlib.nullcontext():

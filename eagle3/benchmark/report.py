@@ -72,7 +72,7 @@ def tables(results: dict[str, Any]) -> dict[str, pages.Table]:
         "Acceptance": _table([*where, *_LENGTH], drafted),
         "Acceptance by position": _by_position(where, drafted),
         "Speed": _table([*where, *_SPEED], runs),
-        "Times: median / p95 / p99": _table([*where, *_TIMES], runs),
+        "Times, median/p95/p99: first token and whole request in s, between tokens and chunks in ms": _table([*where, *_TIMES], runs),
         "Prompt sets": (["prompts", "number", "what", "file"],
                         [[each["name"], str(each["prompts"]), each["about"], each["path"]] for each in results["sets"]]),
         "Drift: the verifier alone, at the start and at the end": (
@@ -141,24 +141,30 @@ def _same_replies(run: Run) -> str:
     return f"{lossless['identical']} of {lossless['replies']}" + (f", {noise}/{len(margins)} noise" if margins else "")
 
 
-def _spread(name: str, form: str) -> Callable[[Run], str]:
+def _number(value: float) -> str:
+    """Return a figure with three significant digits, of large ones all before the point."""
+    size = abs(value)
+    return f"{value:.{0 if size >= 100 else 1 if size >= 10 else 2}f}"
+
+
+def _spread(name: str, unit: str = "") -> Callable[[Run], str]:
     """Return what tells a figure with the smallest and largest of the repeats."""
     def cell(run: Run) -> str:
         value, ends = run.get(name), run["spread"].get(name)
         if value is None:
             return _ABSENT
         many = ends and (len(run["measurements"]) > 1 or name == "speedup")
-        return form.format(value) + (f" [{ends[0]:.{form[4]}f}–{ends[1]:.{form[4]}f}]" if many else "")
+        return _number(value) + unit + (f" [{_number(ends[0])}–{_number(ends[1])}]" if many else "")
 
     return cell
 
 
-def _percentiles(name: str, scale: float, digits: int) -> Callable[[Run], str]:
+def _percentiles(name: str, scale: float) -> Callable[[Run], str]:
     def cell(run: Run) -> str:
         found = run.get(name)
         if not found:
             return _ABSENT
-        return "/".join(f"{scale * found[key]:.{digits}f}" if key in found else _ABSENT
+        return "/".join(_number(scale * found[key]) if key in found else _ABSENT
                         for key in ("median", "p95", "p99"))
 
     return cell
@@ -171,14 +177,14 @@ _LENGTH: list[Column] = [
     ("same replies", _same_replies),
 ]
 _SPEED: list[Column] = [
-    ("tokens/s", _spread("tokens_per_s", "{:.1f}")), ("per user", _spread("tokens_per_s_per_user", "{:.1f}")),
-    ("speed-up", _spread("speedup", "{:.2f}×")), ("J/token", _spread("joules_per_token", "{:.2f}")),
+    ("tokens/s", _spread("tokens_per_s")), ("per user", _spread("tokens_per_s_per_user")),
+    ("speed-up", _spread("speedup", "×")), ("J/token", _spread("joules_per_token")),
 ]
 _TIMES: list[Column] = [
-    ("first token ms", _percentiles("first_token_s", 1000, 0)),
-    ("between tokens", _percentiles("between_tokens_s", 1000, 1)),
-    ("between chunks", _percentiles("between_chunks_s", 1000, 1)),
-    ("whole s", _percentiles("latency_s", 1, 2)),
+    ("first token", _percentiles("first_token_s", 1)),
+    ("whole request", _percentiles("latency_s", 1)),
+    ("between tokens", _percentiles("between_tokens_s", 1000)),
+    ("between chunks", _percentiles("between_chunks_s", 1000)),
     ("per chunk", lambda run: f"{run['tokens_per_chunk']:.2f}" if run.get("tokens_per_chunk") else _ABSENT),
 ]
 

@@ -4,8 +4,8 @@ from typing import Any
 
 from eagle3.benchmark import matrix, measurements
 from eagle3.benchmark.matrix import Cell, ServerKind
-from eagle3.benchmark.plan import MeasurementPlan, endpoint_of, make_plan, server_words
-from eagle3.common import config, files, manifest
+from eagle3.benchmark.plan import STALE_ON, MeasurementPlan, endpoint_of, make_plan, options_of_all, server_words
+from eagle3.common import files, manifest
 from eagle3.common.log import duration
 from eagle3.common.options import BenchmarkOptions
 from eagle3.common.stage import Stage
@@ -17,7 +17,7 @@ def describe(options: BenchmarkOptions, stage: Stage) -> MeasurementPlan:
     section, dry = options.benchmark, DryRun(stage, options.model.path)
     plan = make_plan(options, stage, dry)
     kept = _kept(options, stage, plan)
-    missing = {kind: plan.matrix.missing(kind, kept) for kind in plan.servers}
+    missing = plan.matrix.all_missing(kept)
     absent = "" if not plan.drafter or plan.drafter.exists() else ", which has not been exported yet"
     control = f", control {plan.control}" if plan.control else ""
     for each in plan.sets.values():
@@ -29,7 +29,7 @@ def describe(options: BenchmarkOptions, stage: Stage) -> MeasurementPlan:
             f"{requests * section.max_tokens:,} tokens (estimate); writes {stage.directory}")
     if options.engine.kind == "sglang":
         dry.say("", "each of them twice: SGLang tells its counters and token ids only where it does not stream")
-    dry.say("engine", plan.inputs["engine"])
+    dry.say("engine", f"{options.engine.kind} {plan.inputs['engine']}")
     started = [kind for kind, cells in missing.items() if cells and not endpoint_of(options, kind)]
     for kind in started:
         each = f"{len(missing[kind])} measurements, {_requests(plan, missing[kind])} requests"
@@ -63,9 +63,10 @@ def _kept(options: BenchmarkOptions, stage: Stage, plan: MeasurementPlan) -> lis
     basis = previous.get("fingerprint_basis", {})
     if any(name in matrix.AXES for name in basis):
         return []  # of an earlier version: a run brings it up to date first
-    now = {name: value for name, value in config.result_options(options).items() if name not in matrix.AXES}
-    now |= {f"input {name}": identity if isinstance(identity, str) else files.sha256_json(identity)
-            for name, identity in plan.inputs.items() if not name.startswith("prompts ")}
+    now = options_of_all(options)
+    for name in STALE_ON:
+        identity = plan.inputs[name]
+        now[f"input {name}"] = identity if isinstance(identity, str) else files.sha256_json(identity)
     return measurements.kept(stage.directory, files.sha256_json(now))
 
 

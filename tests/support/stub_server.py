@@ -15,6 +15,7 @@ The script is one JSON object:
   spelled                   with chat: each character as tokens of its own, so that ids differ and texts do not
   paths                     {path: body} of other GETs, such as /metrics
   unstreamed                requests for a stream are answered whole
+  streams_lack              names of fields of the choice that a stream has not
   listed                    more fields of the model in /v1/models, such as owned_by
 A step may have: status, headers, message (an error); delay_s; reset (close without an answer); raw (a body as
 it stands, or an object); content, reasoning, finish_reason, tool_calls; reasoning_field; token_ids (false: none given);
@@ -196,6 +197,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _stream(self, whole: dict[str, Any], count: int) -> None:
         """Send a completion as a stream: texts and ids in `count` parts, the last with the reason, then the usage."""
         (choice,), message = whole["choices"], whole["choices"][0]["message"]
+        lacking = self.server.stub.script.get("streams_lack", [])
+        choice = {name: value for name, value in choice.items() if name not in lacking}
         rest = {name: value for name, value in choice.items() if name not in ("message", "token_ids", "finish_reason")}
         head = {name: whole[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
         ids, reason = choice.get("token_ids"), choice.get("finish_reason")
