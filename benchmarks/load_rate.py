@@ -14,6 +14,7 @@ import contextlib
 import json
 import statistics
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import instant_server
 
-from eagle3.benchmark import load
+from eagle3.benchmark import asking
 from eagle3.benchmark.streaming import Job, Load, ask_all
 
 
@@ -66,9 +67,10 @@ async def ask(given: argparse.Namespace, processes: int, urls: list[str]) -> tup
     if processes == 1 and len(jobs) == 1:
         loads = [await ask_all(jobs[0])]
     else:
-        stage = SimpleNamespace(run_dir=Path("/tmp"), directory=Path("load_rate"), check_stop=lambda: None)
+        stage = SimpleNamespace(run_dir=Path(tempfile.gettempdir()), directory=Path("load_rate"),
+                                check_stop=lambda: None)
         alive = SimpleNamespace(require_alive=lambda: None)
-        loads = await asyncio.gather(*(load._shared(job, max(1, processes // len(jobs)), alive, stage, lambda: None)
+        loads = await asyncio.gather(*(asking.shared(job, max(1, processes // len(jobs)), alive, stage, lambda: None)
                                        for job in jobs))
     rows = [row for each in loads for row in each.rows]
     whole = Load(rows, [], max(each.cpu_s for each in loads), [late for each in loads for late in each.late_s])

@@ -71,7 +71,7 @@ def _sampling(run: Run) -> Any:
 
 
 def drift(runs: Sequence[Run]) -> list[Run]:
-    """Return by how much the verifier's own tokens/s changed from the start to the end, a load each, and warn of much."""
+    """Return by how much the verifier's own tokens/s changed from start to end, a load each, and warn of much."""
     start: dict[Any, list[float]] = {}
     end: dict[Any, Run] = {}
     for run in sorted(runs, key=lambda run: run["measured_at"]):
@@ -88,8 +88,8 @@ def drift(runs: Sequence[Run]) -> list[Run]:
         told.append(dict(zip(matrix.GROUP, group, strict=True)) | {"start": before, "end": run["tokens_per_s"],
                                                                    "change": change})
         if abs(change) > DRIFT:
-            logger.warning("the verifier alone, %d in flight, gave %+.1f%% tokens/s at the end: the machine drifted, and "
-                           "a speed-up is no surer than that", run["concurrency"], 100 * change)
+            logger.warning("the verifier alone, %d in flight, gave %+.1f%% tokens/s at the end: the machine drifted, "
+                           "and a speed-up is no surer than that", run["concurrency"], 100 * change)
     return told
 
 

@@ -160,8 +160,8 @@ def _pooled_acceptance(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     depth = max(len(part["by_position"]) for part in parts)
     shares = [[part["drafts"] * share for share in part["by_position"]] + [0.0] * (depth - len(part["by_position"]))
               for part in parts]
-    total = Counters(*(sum(part[name] for part in parts) for name in ("drafts", "draft_tokens", "accepted")),
-                     tuple(map(sum, zip(*shares, strict=True))))
+    drafts, drafted, accepted = (sum(part[name] for part in parts) for name in ("drafts", "draft_tokens", "accepted"))
+    total = Counters(drafts, drafted, accepted, tuple(map(sum, zip(*shares, strict=True))))
     whole = acceptance(total)
     assert whole is not None
     if all(part.get("error_from") == "replies" for part in parts):

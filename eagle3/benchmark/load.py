@@ -1,24 +1,19 @@
 """A load on a server: ask every prompt with a fixed number of requests in flight and measure."""
 
-import asyncio
 import contextlib
 import json
-import os
 import statistics
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from eagle3.benchmark import figures
+from eagle3.benchmark import asking, figures
 from eagle3.benchmark.energy import Meter
-from eagle3.benchmark.streaming import Job, Load, Row, ask_all
+from eagle3.benchmark.streaming import Job, Load, Row
 from eagle3.common.errors import FailureLimitError, PreconditionError
 from eagle3.common.log import logger
 from eagle3.common.options import BenchmarkSection
-from eagle3.common.processes import Child
 from eagle3.common.stage import Stage
 from eagle3.engines import counters
 from eagle3.engines.servers import Server, sampling_defaults
@@ -32,7 +27,6 @@ _NEUTRAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, 
             "frequency_penalty": 0.0}  # each switched off
 _TOKEN_FIELDS = ("prompt_token_ids", "completion_token_ids")
 _SETTLE_S = 0.3  # an engine may answer just before it counts the last round
-_IN_ONE_PROCESS = 128  # requests in flight: docs/speed.md has the chunks/s that one process takes
 _BUSY = 0.8  # of a core: a client that spends more may be what is measured
 _WORDS = 500  # characters kept of an answer that is no reply
 
@@ -42,7 +36,7 @@ def warm_up(server: Server, prompts: list[Prompt], section: BenchmarkSection, st
     if prompts:
         tokens = min(_WARM_UP_TOKENS, section.max_tokens)
         job = _job(server, prompts, section, len(prompts), tokens, _sampling(section.temperature[0], 0))
-        _checked(_run(job, 1, server, stage, "warm-up"), prompts, server)
+        _checked(asking.run(job, 1, server, stage, "warm-up"), prompts, server)
 
 
 def measure(
@@ -66,7 +60,7 @@ def measure(
     job = _job(server, prompts, section, concurrency, section.max_tokens, sampling)
     before, cached_before = counters.read(server), _prefix_cache_hits(server)
     with Meter(gpus or []) as meter:
-        load = _run(job, _processes(section, concurrency), server, stage, name)
+        load = asking.run(job, asking.processes(section.load_processes, concurrency), server, stage, name)
     replies = _checked(load, prompts, server)
     time.sleep(_SETTLE_S)
     server.require_alive()
@@ -116,7 +110,7 @@ def _asked_plainly(job: Job, replies: list[Reply], prompts: list[Prompt], server
     bodies = [{key: value for key, value in body.items() if key != "stream"} for body in job.bodies]
     optional = {key: value for key, value in job.optional.items() if key != "stream_options"}
     plain = Job(job.url, bodies, optional | {"return_meta_info": True}, job.concurrency, job.timeout_s)
-    replies = _checked(_run(plain, 1, server, stage, f"{name}, its counters"), prompts, server)
+    replies = _checked(asking.run(plain, 1, server, stage, f"{name}, its counters"), prompts, server)
     return replies, counters.from_meta_info(reply.meta_info for reply in replies)
 
 
@@ -143,79 +137,6 @@ def _job(server: Server, prompts: list[Prompt], section: BenchmarkSection, concu
 def _sampling(temperature: float, seed: int) -> dict[str, Any]:
     """Return every sampling setting, neutral where none is chosen: a server's own defaults decide nothing."""
     return {"temperature": temperature, "seed": seed} | _NEUTRAL
-
-
-def _processes(section: BenchmarkSection, concurrency: int) -> int:
-    """Return how many processes ask: as many as the requests in flight want, and half of the cores allow."""
-    if section.load_processes is not None:
-        return section.load_processes
-    cores = len(os.sched_getaffinity(0))
-    return max(1, min(cores // 2, -(-concurrency // _IN_ONE_PROCESS)))
-
-
-def _run(job: Job, processes: int, server: Server, stage: Stage, name: str) -> Load:
-    """Run a load, giving up within a second when the stage or the server stops."""
-    progress = stage.progress(name, len(job.bodies), "requests")
-    try:
-        if processes > 1 and min(job.concurrency, len(job.bodies)) > 1:
-            return asyncio.run(_shared(job, processes, server, stage, progress.update))
-        return asyncio.run(_watched(ask_all(job, progress.update), server, stage))
-    finally:
-        progress.close()
-
-
-async def _watched(work: Any, server: Server, stage: Stage) -> Any:
-    """Return what some work gives; raise as soon as the server dies or a signal comes."""
-    task = asyncio.ensure_future(work)
-    try:
-        while not (await asyncio.wait([task], timeout=0.5))[0]:
-            stage.check_stop()
-            server.require_alive()
-        return task.result()
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-
-async def _shared(job: Job, processes: int, server: Server, stage: Stage, done: Callable[[], None]) -> Load:
-    """Run a load in several processes, which begin together."""
-    command = [sys.executable, "-m", "eagle3.benchmark.streaming"]
-    log = stage.run_dir / "logs" / f"{stage.directory.name}-load.log"
-    children = [Child(command, log_path=log, piped=True) for _ in range(processes)]
-
-    def converse(child: Child) -> Load:
-        for line in iter(child.stdout.readline, b""):
-            if line.startswith(b"{"):
-                answer = json.loads(line)
-                return Load(**answer | {"rows": [Row(**row) for row in answer["rows"]]})
-            done()
-        raise PreconditionError("a process of the load generator ended", where=log, found=child.tail(5))
-
-    async def begin() -> list[Load]:
-        parts = job.split(processes)
-        used = children[: len(parts)]
-        for child, part in zip(used, parts, strict=True):
-            child.stdin.write(json.dumps(part.__dict__).encode() + b"\n")
-            child.stdin.flush()
-        await asyncio.gather(*(asyncio.to_thread(child.stdout.readline) for child in used))
-        for child in used:
-            child.stdin.write(b"go\n")
-            child.stdin.flush()
-        loads: list[Load] = []
-        for each in asyncio.as_completed([asyncio.to_thread(converse, child) for child in used]):
-            loads.append(await each)
-            if any(row.status != 200 for row in loads[-1].rows):
-                return loads[-1:]  # the others ask for nothing
-        return loads
-
-    try:
-        loads = await _watched(begin(), server, stage)
-    finally:
-        for child in children:
-            child.stop()
-    rows = sorted((row for load in loads for row in load.rows), key=lambda row: row.number)
-    return Load(rows, sorted({name for load in loads for name in load.refused}), max(load.cpu_s for load in loads),
-                [late for load in loads for late in load.late_s])
 
 
 # --- what came back ---------------------------------------------------------------------------------------
@@ -283,8 +204,8 @@ def _client(load: Load, seconds: float, name: str) -> dict[str, float]:
     """Return how the load generator did, and warn when it may be what was measured."""
     share = load.cpu_s / seconds
     if share > _BUSY:
-        logger.warning("%s: the load generator was busy for %.0f%% of the time, so it may be what was measured: give it "
-                       "more --load-processes, or a machine of its own", name, 100 * share)
+        logger.warning("%s: the load generator was busy for %.0f%% of the time, so it may be what was measured: give "
+                       "it more --load-processes, or a machine of its own", name, 100 * share)
     late = sorted(load.late_s)
     return {"cpu_share": share, "late_ms_median": 1000 * statistics.median(late) if late else 0.0,
             "late_ms_p99": 1000 * late[int(0.99 * (len(late) - 1))] if late else 0.0}

@@ -1,8 +1,8 @@
 """Measurements of a benchmark on disk: kept, found again, and the acceptance that was predicted for them.
 
 `runs/NAME.json` holds the figures of one measurement, `replies_NAME.jsonl` its replies. A measurement counts as done
-when the first exists; it carries what decides it (`matrix.Cell`), the fingerprint of what concerns all of the stage, and
-the checksum of its replies.
+when the first exists; it carries what decides it (`matrix.Cell`), the fingerprint of what concerns all of the stage,
+and the checksum of its replies.
 """
 
 from dataclasses import dataclass, field
@@ -130,7 +130,7 @@ class Measured:
 
 
 def measured_replies(directory: Path, run: dict[str, Any], baseline: str) -> Measured:
-    """Return a run's replies as token ids, and where they part from the verifier's: of its own `baseline`, else this."""
+    """Return a run's replies as token ids, and where they part from those of its `baseline` (else of the named one)."""
     baseline = run.get("baseline") or baseline
     own = {reply["id"]: reply["completion_token_ids"] for reply in replies_of(directory, {"name": baseline})}
     parting = (run.get("lossless") or {}).get("first_difference", {})

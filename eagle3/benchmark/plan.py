@@ -16,7 +16,6 @@ from eagle3.common.options import BenchmarkOptions, EngineOptions
 from eagle3.common.stage import Stage
 from eagle3.engines import defaults, installed
 
-
 STALE_ON = ("model", "drafter", "engine")  # inputs that concern every measurement
 
 
@@ -80,8 +79,8 @@ def make_plan(options: BenchmarkOptions, stage: Stage, dry: Any = None) -> Measu
         capture = capture_engine(options) if drafter else None
     kinds = matrix.servers(section.draft_tokens, control=bool(control), again=section.baseline_again)
     identity = files.sha256_json(files.model_identity(control)) if control else ""
-    cells = Matrix(kinds, section.concurrency, section.temperature, {name: each.identity for name, each in sets.items()},
-                   section.repeats, identity)
+    identities = {name: each.identity for name, each in sets.items()}
+    cells = Matrix(kinds, section.concurrency, section.temperature, identities, section.repeats, identity)
     return MeasurementPlan(sets, model, drafter, control, cells, inputs, capture)
 
 

@@ -75,8 +75,8 @@ def named(prompts_file: str, sets: list[str]) -> dict[str, Path]:
     for word in sets:
         name, equals, path = word.partition("=")
         if not equals or not path or not name.replace("-", "").replace("_", "").isalnum() or not name.isascii():
-            raise UsageError("not a prompt set", where="--prompt-sets", expected="NAME=FILE, a name of letters, digits, "
-                             "- and _", found=word, fix=f"such as gsm8k=data/test.jsonl; known: {', '.join(FORMATS)}")
+            raise UsageError("not a prompt set", where="--prompt-sets", expected="NAME=FILE, a name of letters, "
+                             "digits, - and _", found=word, fix=f"such as gsm8k=data/test.jsonl; known: {', '.join(FORMATS)}")
         if name in found:
             raise UsageError("two prompt sets have one name", where="--prompt-sets", found=name,
                              fix="give each a name of its own")
@@ -101,10 +101,10 @@ def _shape(name: str, form: Format) -> prompts.Shape:
         place, source, row = placed
         missing = [field for field in form.fields if row.get(field) is None]
         if missing:
-            raise PreconditionError("a row is not of this prompt set", where=place, expected=f"{name}: {form.about}, with "
-                                    + ", ".join(form.fields), found=f"no {', '.join(missing)}",
-                                    fix="correct the file, or give the set another name: then rows of messages, turns or "
-                                    "prompt are read")
+            raise PreconditionError(
+                "a row is not of this prompt set", where=place, found=f"no {', '.join(missing)}",
+                expected=f"{name}: {form.about}, with {', '.join(form.fields)}",
+                fix="correct the file, or give the set another name: then rows of messages, turns or prompt are read")
         shaped = form.read(row)
         if any(_UNPREPARED in str(turn) for turn in shaped.get("turns", ())):
             raise PreconditionError("SPEED-Bench is not prepared: this row holds a placeholder", where=place,

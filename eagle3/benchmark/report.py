@@ -72,9 +72,11 @@ def tables(results: dict[str, Any]) -> dict[str, pages.Table]:
         "Acceptance": _table([*where, *_LENGTH], drafted),
         "Acceptance by position": _by_position(where, drafted),
         "Speed": _table([*where, *_SPEED], runs),
-        "Times, median/p95/p99: first token and whole request in s, between tokens and chunks in ms": _table([*where, *_TIMES], runs),
-        "Prompt sets": (["prompts", "number", "what", "file"],
-                        [[each["name"], str(each["prompts"]), each["about"], each["path"]] for each in results["sets"]]),
+        "Times, median/p95/p99: first token and whole request in s, between tokens and chunks in ms":
+            _table([*where, *_TIMES], runs),
+        "Prompt sets": (
+            ["prompts", "number", "what", "file"],
+            [[each["name"], str(each["prompts"]), each["about"], each["path"]] for each in results["sets"]]),
         "Drift: the verifier alone, at the start and at the end": (
             ["prompts", "T", "in flight", "start, tokens/s", "end, tokens/s", "change"],
             [[each["prompts"], f"{each['temperature']:g}", str(each["concurrency"]), f"{each['start']:.1f}",

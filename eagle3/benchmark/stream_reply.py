@@ -73,7 +73,8 @@ def _part(event: dict[str, Any]) -> dict[str, Any]:
 
 def _add(choice: dict[str, Any], message: dict[str, Any], part: dict[str, Any]) -> bool:
     """Add what a chunk brings to the choice and its message; say whether it brought something of the reply."""
-    delta = part.get("delta") if isinstance(part.get("delta"), dict) else {}
+    given = part.get("delta")
+    delta: dict[str, Any] = given if isinstance(given, dict) else {}
     for name in ("finish_reason", "meta_info", "error"):
         if part.get(name) is not None:
             choice[name] = part[name]

@@ -48,7 +48,8 @@ class Run:
 
     Attributes:
         bench: folder of stage 06. manifest: its manifest. made: manifests upstream by stage name, {} if missing.
-        measured: measurements with a drafter, at the temperature and on the prompts of main, in order; main: the one to be explained.
+        measured: measurements with a drafter, in the order they were made, at the temperature and on the prompts of
+            main: the one to be explained.
         served: the drafter's folder as it lies there now, with what is known of its training.
         reference: the checkpoint that stage 05 made it from, None when that cannot be found.
         changed: what differs between now and the measurement, in words.
@@ -264,11 +265,12 @@ def _measurements(bench: Path) -> list[dict[str, Any]]:
             walked = bench / "runs" / f"predicted_{run['name']}.json"
             if walked.is_file() and files.read_json(walked).get("replies") == run["replies"]:
                 run["predicted"] = files.read_json(walked)
-    return [run for run in runs if run["draft_tokens"] and run.get("acceptance") and run.get("server") != matrix.CONTROL]
+    return [run for run in runs
+            if run["draft_tokens"] and run.get("acceptance") and run.get("server") != matrix.CONTROL]
 
 
 def _main(measured: list[dict[str, Any]], train: Manifest) -> dict[str, Any] | None:
-    """Return the measurement closest to what training promised: its draft-token count, greedy and predicted if any is."""
+    """Return the measurement closest to what training promised: its draft-token count, greedy, predicted if any is."""
     wanted = ((train.get("options") or {}).get("train") or {}).get("draft_tokens") or 3
     return min(measured, key=lambda run: (abs(run["draft_tokens"] - wanted), run.get("temperature", 0.0),
                                           not run.get("predicted")), default=None)

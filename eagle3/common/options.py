@@ -102,8 +102,8 @@ class EngineOptions:
     )
     stall_min: float = option(
         5.0,
-        "give up on a starting engine that for so long writes no log line, computes nothing, reads nothing and does not "
-        "use its GPUs; 0: never",
+        "give up on a starting engine that for so long writes no log line, computes nothing, reads nothing and does "
+        "not use its GPUs; 0: never",
         unit="minutes",
         flag="--engine-stall-min",
         minimum=0.0,
@@ -309,8 +309,8 @@ class BenchmarkSection:
     prompts: str = option("", "held-out prompts, JSON lines with id and messages: a prompt set named after the file",
                           path=True)
     prompt_sets: list[str] = option(
-        [], "more prompt sets, NAME=FILE each, measured one by one; mt-bench, gsm8k, humaneval, math-500 and speed-bench "
-        "are read as they are published, other names as --prompts is",
+        [], "more prompt sets, NAME=FILE each, measured one by one; mt-bench, gsm8k, humaneval, math-500 and speed-"
+        "bench are read as they are published, other names as --prompts is",
     )
     draft_tokens: list[int] = option([3], "draft-token counts to measure, a server each", unit="tokens")
     concurrency: list[int] = option([1, 8], "requests in flight to measure", unit="requests")
@@ -319,8 +319,8 @@ class BenchmarkSection:
     repeats: int = option(1, "measurements of each kind within a server's life; figures are their medians, with spread",
                           minimum=1)
     baseline_again: bool = option(
-        True, "measure the verifier alone once more at the end, on a server of its own, to show by how much the machine "
-        "drifted",
+        True, "measure the verifier alone once more at the end, on a server of its own, to show by how much the "
+        "machine drifted",
     )
     max_tokens: int = option(512, "longest reply", unit="tokens", minimum=1)
     warmup_prompts: int = option(2, "requests before measuring starts", unit="requests", minimum=0)

@@ -32,8 +32,8 @@ def describe(options: BenchmarkOptions, stage: Stage) -> MeasurementPlan:
     dry.say("engine", f"{options.engine.kind} {plan.inputs['engine']}")
     started = [kind for kind, cells in missing.items() if cells and not endpoint_of(options, kind)]
     for kind in started:
-        each = f"{len(missing[kind])} measurements, {_requests(plan, missing[kind])} requests"
-        dry.say("starts", f"{kind.name} ({each}): {dry.server(options.engine, *server_words(options, plan, kind))}")
+        asked = f"{len(missing[kind])} measurements, {_requests(plan, missing[kind])} requests"
+        dry.say("starts", f"{kind.name} ({asked}): {dry.server(options.engine, *server_words(options, plan, kind))}")
     longest, most = section.max_tokens, max(section.concurrency)
     dry.memory(options.engine, prefill=8192, cached=most * longest, why=f"{most} requests of {longest:,}")
     captures = 1 if plan.capture else 0

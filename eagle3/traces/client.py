@@ -233,5 +233,6 @@ def _words(error: Any) -> str:
 
 
 def without_key(text: str) -> str:
+    """Return a text without the key that was sent: servers repeat it in errors."""
     key = servers.api_key()
     return text if key == "EMPTY" else text.replace(key, "***")

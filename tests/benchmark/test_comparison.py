@@ -44,8 +44,8 @@ def test_repeats_of_other_seeds_were_sampled_alike():
 def test_drift_is_that_of_the_last_end_and_much_is_warned_of(monkeypatch):
     said = []
     monkeypatch.setattr(comparison.logger, "warning", lambda text, *values: said.append(text % values))
-    runs = [run(BASELINE, 100.0), run(AGAIN, 50.0, at="2"), run(AGAIN, 98.0, at="3"), run(BASELINE, 10.0, concurrency=2),
-            run(AGAIN, 9.0, concurrency=2, at="2")]
+    runs = [run(BASELINE, 100.0), run(AGAIN, 50.0, at="2"), run(AGAIN, 98.0, at="3"),
+            run(BASELINE, 10.0, concurrency=2), run(AGAIN, 9.0, concurrency=2, at="2")]
     assert [each["change"] for each in comparison.drift(runs)] == pytest.approx([-0.02, -0.1])
     assert len(said) == 1 and "-10.0%" in said[0] and "2 in flight" in said[0]
     assert comparison.drift([run(BASELINE, 100.0)]) == []

@@ -58,7 +58,7 @@ def test_without_ids_the_counts_of_the_chunks_are_taken():
 
 def test_tool_calls_come_in_pieces():
     body, _, _ = assembled([(1.0, stream(
-        chunk({"tool_calls": [{"index": 0, "id": "c", "type": "function", "function": {"name": "f", "arguments": ""}}]}),
+        chunk({"tool_calls": [{"index": 0, "id": "c", "function": {"name": "f", "arguments": ""}}]}),
         chunk({"tool_calls": [{"index": 0, "function": {"arguments": '{"a":'}}]}),
         chunk({"tool_calls": [{"index": 0, "function": {"arguments": " 1}"}}]}, finish_reason="tool_calls")))])
     (call,) = parse_reply(body).tool_calls

@@ -117,14 +117,18 @@ def test_an_engine_that_works_in_silence_is_left_alone(start, mode):
 
 def test_what_its_last_lines_speak_of_is_named_first(tmp_path):
     log = tmp_path / "engine.log"
-    program = ("import sys, time; print('Init torch distributed ends.'); print('Capture cuda graph begin.', flush=True); "
+    program = ("import time; print('Init torch distributed ends.'); print('Capture cuda graph begin.', flush=True); "
                "time.sleep(600)")
     with Child([sys.executable, "-c", program], log_path=log) as child:
         watch = stall.Watch(EngineOptions(kind="sglang", stall_min=0.02), child)
-        with pytest.raises(PreconditionError) as error:
+
+        def wait():
             while True:
                 watch.check()
                 time.sleep(0.05)
+
+        with pytest.raises(PreconditionError) as error:
+            wait()
     fix = error.value.parts["fix"]
     assert "CUDA graphs (its log speaks of it): --disable-cuda-graph" in fix
     assert fix.index("its log speaks of it") < fix.index("a port that") and "all-reduce, which some" in fix

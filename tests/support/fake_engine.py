@@ -78,11 +78,13 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         size = 2 if options.speculative_config else 1
         parts = [ids[:1]] + [ids[i:i + size] for i in range(1, len(ids), size)]
-        events = [{"prompt_token_ids": [1, 2, 3], "choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}]
+        first = {"index": 0, "delta": {"role": "assistant", "content": ""}}
+        events = [{"prompt_token_ids": [1, 2, 3], "choices": [first]}]
         for k, part in enumerate(parts):
             words = " ".join(map(str, part))
-            events.append({"choices": [{"index": 0, "delta": {"content": words if k == 0 else " " + words},
-                                        "token_ids": part, "finish_reason": "length" if k == len(parts) - 1 else None}]})
+            reason = "length" if k == len(parts) - 1 else None
+            delta = {"content": words if k == 0 else " " + words}
+            events.append({"choices": [{"index": 0, "delta": delta, "token_ids": part, "finish_reason": reason}]})
         events.append({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": len(ids)}})
         for event in events:
             event |= {"id": "x", "object": "chat.completion.chunk", "created": 0, "model": model}
