@@ -102,11 +102,10 @@ def _asked_plainly(job: Job, replies: list[Reply], prompts: list[Prompt], server
                    ) -> tuple[list[Reply], counters.Counters | None]:
     """Return SGLang's replies with the counters that they carry, asked once more without a stream where it lacks them.
 
-    In a stream SGLang tells neither its rounds nor token ids (read in 0.5.9 to 0.5.17); times are those of the stream.
+    Its streams of chat completions carry neither meta_info nor token ids; times are those of the stream all the same.
     """
-    counted = counters.from_meta_info(reply.meta_info for reply in replies)
-    if counted is not None or all(reply.exact for reply in replies):
-        return replies, counted
+    if all(reply.exact and reply.meta_info for reply in replies):
+        return replies, counters.from_meta_info(reply.meta_info for reply in replies)
     bodies = [{key: value for key, value in body.items() if key != "stream"} for body in job.bodies]
     optional = {key: value for key, value in job.optional.items() if key != "stream_options"}
     plain = Job(job.url, bodies, optional | {"return_meta_info": True}, job.concurrency, job.timeout_s)

@@ -75,8 +75,9 @@ def named(prompts_file: str, sets: list[str]) -> dict[str, Path]:
     for word in sets:
         name, equals, path = word.partition("=")
         if not equals or not path or not name.replace("-", "").replace("_", "").isalnum() or not name.isascii():
-            raise UsageError("not a prompt set", where="--prompt-sets", expected="NAME=FILE, a name of letters, "
-                             "digits, - and _", found=word, fix=f"such as gsm8k=data/test.jsonl; known: {', '.join(FORMATS)}")
+            raise UsageError("not a prompt set", where="--prompt-sets", found=word,
+                             expected="NAME=FILE, a name of letters, digits, - and _",
+                             fix=f"such as gsm8k=data/test.jsonl; known: {', '.join(FORMATS)}")
         if name in found:
             raise UsageError("two prompt sets have one name", where="--prompt-sets", found=name,
                              fix="give each a name of its own")

@@ -22,7 +22,7 @@ from eagle3.common.processes import Child
 from eagle3.engines import installed
 
 _LOOK_S = 5.0
-_BUSY = 0.03  # of one core: idle event loops and watchdogs of an engine that hangs stay below
+_BUSY = 0.02  # of one core: idle event loops and watchdogs of an engine that hangs stay below
 _READ_BYTES = 1 << 20  # a second, over all processes: they read less from their pipes and sockets
 _STACK_S = 20
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -41,12 +41,11 @@ _CAUSES = (
 
 @dataclass(frozen=True)
 class _Signs:
-    """What a process group has done so far: bytes of log, seconds of CPU, bytes read, memory of its GPUs."""
+    """What a process group has done so far: bytes of log, seconds of CPU, bytes read."""
 
     log: int
     cpu: float
     read: int
-    gpu: tuple[int, ...]
 
 
 class Watch:
@@ -56,7 +55,7 @@ class Watch:
         self._engine, self._child, self._limit_s = engine, child, engine.stall_min * 60
         self._gpus = engine.env.get("CUDA_VISIBLE_DEVICES")
         self._alive = self._looked = time.monotonic()
-        self._signs = self._look()
+        self._signs, self._used = self._look(), list[int]()
 
     def check(self) -> None:
         """Raise PreconditionError once the engine has been silent for --engine-stall-min; its stacks are then kept."""
@@ -73,9 +72,11 @@ class Watch:
     def _works(self, before: _Signs, apart: float) -> bool:
         after = self._signs
         # A process that ended takes its share of both totals along.
-        return (after.log != before.log or abs(after.cpu - before.cpu) > _BUSY * apart
-                or abs(after.read - before.read) > _READ_BYTES * apart or after.gpu != before.gpu
-                or any(load > 0 for load in machine.gpu_loads(self._gpus)))
+        if (after.log != before.log or abs(after.cpu - before.cpu) > _BUSY * apart
+                or abs(after.read - before.read) > _READ_BYTES * apart):
+            return True
+        used, self._used = self._used, [gpu.used_mib for gpu in machine.gpus(self._gpus)]
+        return self._used != used or any(load > 0 for load in machine.gpu_loads(self._gpus))
 
     def _look(self) -> _Signs:
         cpu, read = 0.0, 0
@@ -87,8 +88,7 @@ class Watch:
                 told = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
                 # read() counts in rchar, also from a network; a mapped file's pages only in read_bytes.
                 read += int(told["rchar"]) + int(told["read_bytes"])
-        used = tuple(gpu.used_mib for gpu in machine.gpus(self._gpus)) if self._limit_s else ()
-        return _Signs(self._child.log_path.stat().st_size, cpu, read, used)
+        return _Signs(self._child.log_path.stat().st_size, cpu, read)
 
     # --- what is said ---
 
