@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 _EVERY_MS = 200
-_QUERY = ["--query-gpu=uuid,power.draw", "--format=csv,noheader,nounits", f"-lms={_EVERY_MS}"]
+_QUERY = ["--query-gpu=uuid,power.draw", "--format=csv,noheader,nounits", f"--loop-ms={_EVERY_MS}"]
 
 
 class Meter:
