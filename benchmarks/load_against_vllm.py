@@ -3,7 +3,7 @@
 For a machine with a GPU and vLLM. Starts one server without prefix caching, warms it, and runs in turns
 `vllm bench serve` and a measurement of stage 06 with equal prompts, longest reply, requests in flight and sampling
 (greedy). Output tokens are the server's own count for both; the time is what each reports, from its first request to
-its last answer. Beside it stand the medians of time to first token and of time between tokens, as each tells them. The last
+its last answer. Beside it stand the medians of time to first token and between tokens, as each tells them. The last
 line is JSON; the exit code is 1 when the rates differ by more than --within.
 
   python benchmarks/load_against_vllm.py --model models/SmolLM2-135M-Instruct
