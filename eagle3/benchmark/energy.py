@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 _EVERY_MS = 200
-_QUERY = ["--query-gpu=uuid,power.draw", "--format=csv,noheader,nounits", f"--loop-ms={_EVERY_MS}"]
+_QUERY = ["--query-gpu=uuid,power.draw", "--format=csv,noheader,nounits", "-lms", str(_EVERY_MS)]
 
 
 class Meter:
@@ -26,8 +26,8 @@ class Meter:
         self._process: subprocess.Popen[str] | None = None
         with contextlib.suppress(OSError):
             if self._gpus:
-                self._process = subprocess.Popen(["nvidia-smi", f"--id={','.join(self._gpus)}", *_QUERY], text=True,
-                                                 stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+                self._process = subprocess.Popen(["nvidia-smi", *_QUERY], text=True, stdout=subprocess.PIPE,
+                                                 stderr=subprocess.DEVNULL)
         if self._process:
             self._thread = threading.Thread(target=self._read, daemon=True)
             self._thread.start()
@@ -37,7 +37,7 @@ class Meter:
         assert self._process and self._process.stdout
         for line in self._process.stdout:
             uuid, _, watts = line.partition(",")
-            with contextlib.suppress(ValueError, KeyError):  # "[N/A]", or a GPU that was not asked for
+            with contextlib.suppress(ValueError, KeyError):  # "[N/A]", or another's GPU
                 self._readings[uuid.strip()].append((time.monotonic(), float(watts)))
 
     def __exit__(self, *_: object) -> None:

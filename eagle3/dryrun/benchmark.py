@@ -6,7 +6,7 @@ from eagle3.benchmark import matrix, measurements
 from eagle3.benchmark.matrix import Cell, ServerKind
 from eagle3.benchmark.plan import STALE_ON, MeasurementPlan, endpoint_of, make_plan, options_of_all, server_words
 from eagle3.common import files, manifest
-from eagle3.common.log import duration
+from eagle3.common.log import duration, logger
 from eagle3.common.options import BenchmarkOptions
 from eagle3.common.stage import Stage
 from eagle3.dryrun.dry_run import DryRun
@@ -62,7 +62,8 @@ def _kept(options: BenchmarkOptions, stage: Stage, plan: MeasurementPlan) -> lis
     previous = manifest.read(stage.directory)
     basis = previous.get("fingerprint_basis", {})
     if any(name in matrix.AXES for name in basis):
-        return []  # of an earlier version: a run brings it up to date first
+        logger.info("what an earlier version measured in %s is not counted here; a run keeps it", stage.directory)
+        return []
     now = options_of_all(options)
     for name in STALE_ON:
         identity = plan.inputs[name]

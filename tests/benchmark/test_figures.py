@@ -86,8 +86,8 @@ def test_repeats_become_medians_with_spread_and_pooled_rounds():
 
 def test_energy_is_the_integral_of_the_readings_of_the_servers_gpus(tmp_path, monkeypatch):
     script = tmp_path / "nvidia-smi"
-    script.write_text('#!/bin/sh\nprintf "%s\\n" "$*" > "$0.asked"\n'
-                      'while :; do echo "GPU-a, 100.0"; echo "GPU-b, 300.00"; echo "GPU-b, [N/A]"; sleep 0.05; done\n')
+    lines = 'echo "GPU-a, 100.0"; echo "GPU-b, 300.00"; echo "GPU-b, [N/A]"; echo "GPU-x, 50"; sleep 0.05'
+    script.write_text(f'#!/bin/sh\nprintf "%s\\n" "$*" > "$0.asked"\nwhile :; do {lines}; done\n')
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     import time
@@ -98,7 +98,7 @@ def test_energy_is_the_integral_of_the_readings_of_the_servers_gpus(tmp_path, mo
         time.sleep(0.5)
         end = time.monotonic()
     assert meter.joules(start, end) == pytest.approx(400 * (end - start), rel=1e-6)
-    assert "--id=GPU-a,GPU-b" in (tmp_path / "nvidia-smi.asked").read_text()
+    assert "-lms 200" in (tmp_path / "nvidia-smi.asked").read_text()
     assert meter.joules(start, start + 1e-4) is None  # too short for two readings
     with energy.Meter(["GPU-a", "GPU-c"]) as meter:
         time.sleep(0.2)
