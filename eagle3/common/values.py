@@ -31,8 +31,9 @@ def checked(item: dataclasses.Field[Any], value: Any, where: str) -> Any:
         return None
     if kind is not list:
         return _within_limits(item, _converted(item.type if kind is dict else kind, value, where), where)
-    values = _listed(value, where)
     inner, length = typing.get_args(item.type)[0], item.metadata["length"]
+    alone = inner is float and isinstance(value, int | float) and not isinstance(value, bool)  # temperature: 0.7
+    values = [value] if alone else _listed(value, where)
     if length is not None and len(values) != length:
         raise UsageError("wrong number of values", where=where, expected=length, found=len(values),
                          fix=f"give {length} values")
@@ -40,9 +41,7 @@ def checked(item: dataclasses.Field[Any], value: Any, where: str) -> Any:
 
 
 def _listed(value: Any, where: str) -> list[Any]:
-    """Return a list; one text holds it as words, one number is a list of it."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return [value]
+    """Return a list; one text holds it as words."""
     try:
         value = shlex.split(value) if isinstance(value, str) else value
     except ValueError as error:
