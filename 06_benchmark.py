@@ -1,21 +1,24 @@
 """Stage 06: measure what the drafter is worth: acceptance, tokens per second, speed-up.
 
-For the verifier alone and for each draft-token count a server is started (or attached to), warmed up, and
-asked every prompt at each concurrency. Acceptance comes from the engine's own counters, as differences
-around the measured part. At temperature 0 the replies with and without drafter are compared, and the
-acceptance is predicted by walking these very replies offline; the two should agree.
+For the verifier alone and for each draft-token count a server is started (or attached to), warmed up, and asked every
+prompt set at each temperature and number of requests in flight; at the end the verifier alone once more, which shows
+by how much the machine drifted. Acceptance comes from the engine's own counters, as differences around the measured
+part; times come from streams, chunk by chunk. At temperature 0 the replies with and without drafter are compared, and
+the acceptance is predicted by walking these very replies offline; the two should agree.
 
-Reads   05_export/ENGINE (or --drafter), a file of held-out prompts, the verifier
+Reads   05_export/ENGINE (or --drafter), files of held-out prompts, the verifier
 Writes  06_bench/results.json, report.html and PNG plots (python -m eagle3.report 06_bench makes them again
-        from results.json alone); runs/ holds each finished measurement, which a resumed run keeps
-Needs   an engine; a server is started once for the verifier and once for each draft-token count
+        from results.json alone); runs/ holds each finished measurement, which is kept when it runs again, also with
+        more values on an axis
+Needs   an engine; a server is started twice for the verifier and once for each draft-token count
 
   python 06_benchmark.py --config configs/smollm2-135m.yaml --run-dir runs/smollm2
   python 06_benchmark.py --config configs/smollm2-135m.yaml --run-dir runs/smollm2 --draft-tokens 1 3 5 \
-      --out runs/smollm2/06_bench_depths
+      --concurrency 1 8 --temperature 0 1 --repeats 3 --prompt-sets gsm8k=data/gsm8k/test.jsonl --limit 64
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,50 +30,45 @@ from eagle3.common.script import main
 from eagle3.common.stage import Stage
 
 if TYPE_CHECKING:
+    from eagle3.benchmark.matrix import Cell, ServerKind
     from eagle3.benchmark.plan import MeasurementPlan
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 def run(options: BenchmarkOptions, stage: Stage) -> None:
-    """Measure each server at each concurrency, predict, compare, report."""
+    """Measure on each server what is not measured yet, predict, compare, report."""
     if options.common.dry_run:
         from eagle3.dryrun.benchmark import describe
 
         look_ahead(options, stage, describe(options, stage))
         return
-    from eagle3.benchmark import measurements, prediction
-    from eagle3.benchmark.plan import make_plan, name_of
+    from eagle3.benchmark import comparison, measurements
+    from eagle3.benchmark.plan import STALE_ON, make_plan, options_of_all
 
     plan = make_plan(options, stage)
-    if not stage.open(inputs=plan.inputs, holds=lambda: any((stage.directory / "runs").glob("*"))):
+    if not stage.open(inputs=plan.inputs, results=options_of_all(options), stale_on=STALE_ON, grows=True,
+                      holds=lambda: any((stage.directory / "runs").glob("*")),
+                      upgraded=functools.partial(measurements.adopted, stage.directory)):
         return
-    stage.manifest.update(look_ahead(options, stage, plan))
-    runs = [run for count in plan.counts for run in measure_server(options, stage, plan, count)]
-    measurements.compare(stage.directory, runs, greedy=options.benchmark.temperature == 0)
-    first = options.benchmark.concurrency[0]  # acceptance at temperature 0 does not depend on it
-    if plan.capture and plan.drafter:
-        drafted = [run for run in runs if run["draft_tokens"] and run["concurrency"] == first]
-        prediction.predict_runs(stage, options.model, plan.capture, plan.drafter, drafted, baseline=name_of(0, first))
-    results = {
-        "schema_version": SCHEMA_VERSION,
-        "model": {"path": str(plan.model), "identity": files.sha256_json(plan.inputs["model"])},
-        "drafter": {"path": str(plan.drafter or "attached"), "identity": files.sha256_json(plan.inputs["drafter"])},
-        "engine": runs[-1]["engine"],
-        "settings": {
-            "prompts": len(plan.prompts),
-            "max_tokens": options.benchmark.max_tokens,
-            "temperature": options.benchmark.temperature,
-            "warmup_prompts": options.benchmark.warmup_prompts,
-            "gpus": stage.manifest["gpus"],
-        },
-        "runs": runs,
-    }
+    runs = measurements.kept(stage.directory, stage.manifest["fingerprint"])
+    missing = sum(map(len, plan.matrix.all_missing(runs).values()))
+    shown = [each for each in runs if plan.matrix.shown(each)]
+    if stage.finished(plan.content(shown), missing):
+        return
+    if missing:
+        stage.manifest.update(look_ahead(options, stage, plan))
+    stage.begin()
+    for kind in plan.servers:
+        runs += measure_server(options, stage, plan, kind, runs)
+    shown = comparison.in_order([each for each in runs if plan.matrix.shown(each)], plan.matrix)
+    results = conclude(options, stage, plan, shown)
     files.write_json(stage.directory / "results.json", results)
     outputs = publish(stage.directory, results)
     stage.complete(
-        counts={"measurements": len(runs), "requests": sum(run["requests"] for run in runs)},
+        counts={"measurements": len(shown), "requests": sum(each["requests"] for each in shown)},
         outputs={"results.json": stage.directory / "results.json"} | outputs,
+        content=plan.content(shown),
     )
 
 
@@ -87,49 +85,89 @@ def look_ahead(options: BenchmarkOptions, stage: Stage, plan: "MeasurementPlan")
                                    serve_args=section.serve_args)
 
 
-def measure_server(options: BenchmarkOptions, stage: Stage, plan: "MeasurementPlan", draft_tokens: int
-                   ) -> list[dict[str, Any]]:
-    """Return one server's measurements, one a concurrency; those already on disk are kept."""
-    from eagle3.benchmark import load, measurements
-    from eagle3.benchmark.plan import name_of
+def measure_server(options: BenchmarkOptions, stage: Stage, plan: "MeasurementPlan", kind: "ServerKind",
+                   kept: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Measure what of one server is missing, on a server that is started for it; return that."""
+    from eagle3.benchmark import load, matrix
 
-    section, fingerprint = options.benchmark, stage.manifest["fingerprint"]
-    found = {c: measurements.finished(stage.directory, name_of(draft_tokens, c), fingerprint)
-             for c in section.concurrency}
-    done = {c: run for c, run in found.items() if run}
-    missing = [c for c in section.concurrency if c not in done]
-    if missing:
-        with serving(options, stage, plan, draft_tokens) as server:
-            load.warm_up(server, plan.prompts[: section.warmup_prompts], section, stage)
-            for concurrency in missing:
-                name = name_of(draft_tokens, concurrency)
-                figures, replies = load.measure(server, plan.prompts, section, concurrency, stage, name)
-                figures = {"name": name, "draft_tokens": draft_tokens, "concurrency": concurrency} | figures
-                figures["engine"] = {"kind": server.kind, "version": server.version, "attached": server.child is None}
-                done[concurrency] = measurements.store(stage.directory, figures | {"fingerprint": fingerprint}, replies)
-    return [done[concurrency] for concurrency in section.concurrency]
+    cells, names = plan.matrix.missing(kind, kept), {matrix.key_of(each): each["name"] for each in kept}
+    for cell in plan.matrix.cells(kind):
+        if cell not in cells:
+            logger.info("%s is measured already", names.get(matrix.key_of(cell.key()), cell.name(plan.first_set)))
+    if not cells:
+        return []
+    with serving(options, stage, plan, kind) as server:
+        first = plan.sets[cells[0].prompts].prompts
+        load.warm_up(server, first[: options.benchmark.warmup_prompts], options.benchmark, stage)
+        return [measure_cell(options, stage, plan, cell, server) for cell in cells]
+
+
+def measure_cell(options: BenchmarkOptions, stage: Stage, plan: "MeasurementPlan", cell: "Cell", server: Any
+                 ) -> dict[str, Any]:
+    """Make one measurement and keep it."""
+    from eagle3.benchmark import load, measurements
+    from eagle3.benchmark.plan import server_gpus
+
+    name, gpus = cell.name(plan.first_set), server_gpus(options) if server.child else None
+    figures, replies = load.measure(
+        server, plan.sets[cell.prompts].prompts, options.benchmark, cell.concurrency, stage, name,
+        temperature=cell.temperature, seed=cell.repeat - 1, gpus=gpus)
+    engine = {"kind": server.kind, "version": server.version, "attached": server.child is None}
+    measured = {"name": name} | cell.key() | figures | {"engine": engine, "fingerprint": stage.manifest["fingerprint"]}
+    return measurements.store(stage.directory, measured, replies)
 
 
 @contextlib.contextmanager
-def serving(options: BenchmarkOptions, stage: Stage, plan: "MeasurementPlan", draft_tokens: int) -> Iterator[Any]:
-    """Yield the server for a draft-token count: the attached one, else one that is started for it."""
-    from eagle3.benchmark.plan import name_of, server_words
+def serving(options: BenchmarkOptions, stage: Stage, plan: "MeasurementPlan", kind: "ServerKind") -> Iterator[Any]:
+    """Yield a server of a kind: the attached one, else one that is started for it."""
+    from eagle3.benchmark.plan import endpoint_of, server_words
     from eagle3.engines import launch, servers
 
-    endpoint = options.benchmark.drafter_endpoint if draft_tokens else options.benchmark.baseline_endpoint
+    endpoint = endpoint_of(options, kind)
     if endpoint:
         yield servers.attach(endpoint, plan.model)
         return
-    arguments, speculative = server_words(options, plan, draft_tokens)
-    label = f"{stage.directory.name}-{name_of(draft_tokens)}"
-    with launch.serve(
-        options.engine, plan.model, stage=stage, label=label, extra_args=arguments, speculative=speculative
-    ) as server:
+    arguments, speculative = server_words(options, plan, kind)
+    with launch.serve(options.engine, plan.model, stage=stage, label=f"{stage.directory.name}-{kind.name}",
+                      extra_args=arguments, speculative=speculative) as server:
         yield server
 
 
+def conclude(options: BenchmarkOptions, stage: Stage, plan: "MeasurementPlan", runs: list[dict[str, Any]]
+             ) -> dict[str, Any]:
+    """Compare, predict, and return what results.json holds."""
+    from eagle3.benchmark import comparison, matrix, measurements, prediction
+
+    comparison.compare_replies(stage.directory, runs)
+    if plan.capture and plan.drafter:
+        first = options.benchmark.concurrency[0]  # acceptance at temperature 0 does not depend on it
+        walked = [each for each in runs if each["server"] == matrix.DRAFTER and each.get("baseline")
+                  and (each["concurrency"] == first or measurements.prediction(stage.directory, each))]
+        if walked:
+            prediction.predict_runs(stage, options.model, plan.capture, plan.drafter, walked,
+                                    baseline=walked[0]["baseline"])
+    cells = comparison.cells(runs)
+    verdict = comparison.verdict(cells, stage.directory, str(plan.control)) if plan.control else None
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "model": {"path": str(plan.model), "identity": files.sha256_json(plan.inputs["model"])},
+        "drafter": {"path": str(plan.drafter or "attached"), "identity": files.sha256_json(plan.inputs["drafter"])},
+        "engine": runs[-1]["engine"],
+        "settings": {
+            "max_tokens": options.benchmark.max_tokens,
+            "warmup_prompts": options.benchmark.warmup_prompts,
+            "repeats": options.benchmark.repeats,
+            "gpus": stage.manifest["gpus"],
+        },
+        "sets": [each.to_dict() for each in plan.sets.values()],
+        "runs": cells,
+        "drift": comparison.drift(runs),
+        "control": verdict,
+    }
+
+
 def publish(directory: Path, results: dict[str, Any]) -> dict[str, Path]:
-    """Make report and plots, print the table, and return the files made, by name."""
+    """Make report and plots, print the tables, and return the files made, by name."""
     from eagle3.benchmark import report
 
     made = report.render(directory)

@@ -1,7 +1,8 @@
 """An OpenAI-compatible server that answers at once, in a process of its own, for the benchmarks beside it.
 
 Every chat completion gets the same ready-made bytes (texts, prompt and completion ids), so that the client is
-what is measured. GET /stats gives the chat requests since the last GET /reset, and when the first came and the
+what is measured. A streamed one comes as a chunk a token, each a packet of its own, in turns with the other streams,
+as fast as the server can. GET /stats gives the chat requests since the last GET /reset, and when the first came and the
 last was answered (time.monotonic, which all processes of a machine share).
 
   python benchmarks/instant_server.py --tokens 100      (prints its address)
@@ -38,11 +39,30 @@ def _completion(tokens: int) -> bytes:
     })
 
 
+def _stream(tokens: int) -> list[bytes]:
+    """Return the chunks of a streamed completion as vLLM sends them: role, tokens with their ids, usage, end."""
+    def event(**fields: object) -> bytes:
+        body = {"id": "chatcmpl-0123456789abcdef", "object": "chat.completion.chunk", "created": 0, "model": MODEL}
+        line = b"data: " + json.dumps(body | fields).encode() + b"\n\n"
+        return f"{len(line):x}\r\n".encode() + line + b"\r\n"
+
+    def choice(delta: dict, **more: object) -> dict:
+        return {"choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None} | more]}
+
+    head = (b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\n"
+            b"Transfer-Encoding: chunked\r\n\r\n")
+    first = event(**choice({"role": "assistant", "content": ""}), prompt_token_ids=list(range(500, 530)))
+    words = [event(**choice({"content": f" word{number % 89}"}, token_ids=[1000 + 37 * number % 30000],
+                            finish_reason="stop" if number == tokens - 1 else None)) for number in range(tokens)]
+    last = event(choices=[], usage={"prompt_tokens": 30, "completion_tokens": tokens, "total_tokens": tokens + 30})
+    return [head + first, *words, last + b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"]
+
+
 class _State:
     """What the connections share."""
 
     def __init__(self, tokens: int) -> None:
-        self.completion = _completion(tokens)
+        self.completion, self.stream = _completion(tokens), _stream(tokens)
         self.models = _response({"object": "list", "data": [{"id": MODEL, "object": "model", "max_model_len": 65536}]})
         self.count, self.first, self.last = 0, 0.0, 0.0
 
@@ -80,8 +100,18 @@ class _Connection(asyncio.Protocol):
             length = int(head[mark + 17 :].split(b"\r\n", 1)[0]) if mark >= 0 else 0
             if len(self.buffer) < end + 4 + length:
                 return
-            self.buffer = self.buffer[end + 4 + length :]
-            self.transport.write(self.state.answer(head))  # type: ignore[attr-defined]
+            body, self.buffer = self.buffer[end + 4 : end + 4 + length], self.buffer[end + 4 + length :]
+            answer = self.state.answer(head)
+            if length and b'"stream": true' in body:
+                self.task = asyncio.ensure_future(self._send_stream())
+            else:
+                self.transport.write(answer)  # type: ignore[attr-defined]
+
+    async def _send_stream(self) -> None:
+        for chunk in self.state.stream:
+            self.transport.write(chunk)  # type: ignore[attr-defined]
+            await asyncio.sleep(0)  # the others' turn
+        self.state.last = time.monotonic()
 
 
 async def _serve(tokens: int) -> None:

@@ -1,197 +1,218 @@
 """A load on a server: ask every prompt with a fixed number of requests in flight and measure."""
 
-import asyncio
+import contextlib
+import json
 import statistics
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from eagle3.benchmark import asking, figures
+from eagle3.benchmark.energy import Meter
+from eagle3.benchmark.streaming import Job, Load, Row
 from eagle3.common.errors import FailureLimitError, PreconditionError
-from eagle3.common.log import Progress, logger
+from eagle3.common.log import logger
 from eagle3.common.options import BenchmarkSection
 from eagle3.common.stage import Stage
 from eagle3.engines import counters
 from eagle3.engines.servers import Server, sampling_defaults
-from eagle3.traces.chat import vocabulary_size
-from eagle3.traces.client import RequestFailed, Wire
+from eagle3.traces.chat import vocabulary_size, with_contents
+from eagle3.traces.client import KeyRefused, without_key
 from eagle3.traces.prompts import Prompt
-from eagle3.traces.replies import BadReply, Reply, reason_to_fail
+from eagle3.traces.replies import BadReply, Reply, parse_reply, reason_to_fail, words_of
 
 _WARM_UP_TOKENS = 32
 _NEUTRAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
             "frequency_penalty": 0.0}  # each switched off
 _TOKEN_FIELDS = ("prompt_token_ids", "completion_token_ids")
 _SETTLE_S = 0.3  # an engine may answer just before it counts the last round
+_BUSY = 0.8  # of a core: a client that spends more may be what is measured
+_WORDS = 500  # characters kept of an answer that is no reply
 
 
 def warm_up(server: Server, prompts: list[Prompt], section: BenchmarkSection, stage: Stage) -> None:
     """Send a few short requests, at once, so that what an engine does on first use is not measured."""
     if prompts:
-        progress = stage.progress("warm-up", len(prompts), "requests")
         tokens = min(_WARM_UP_TOKENS, section.max_tokens)
-        asyncio.run(_ask_all(server, prompts, section, tokens, len(prompts), stage, progress))
+        job = _job(server, prompts, section, len(prompts), tokens, _sampling(section.temperature[0], 0))
+        _checked(asking.run(job, 1, server, stage, "warm-up"), prompts, server)
 
 
 def measure(
-    server: Server, prompts: list[Prompt], section: BenchmarkSection, concurrency: int, stage: Stage, name: str
+    server: Server, prompts: list[Prompt], section: BenchmarkSection, concurrency: int, stage: Stage, name: str, *,
+    temperature: float = 0.0, seed: int = 0, gpus: list[str] | None = None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Ask every prompt once and return (figures, replies in the order of the prompts).
 
-    Figures: seconds, output_tokens, tokens_per_s, latency_s and s_per_token (mean, median, p95 over
-    requests; the time per token is a request's whole time over its tokens, prompt included), acceptance
-    (None where the engine does not count it), sampling (what was sent, and what the server falls back on where
-    it says). A reply has id, text and token ids (empty if not returned).
-
-    Raises FailureLimitError when a request fails, since what is left would measure another load.
-    PreconditionError: the server's token ids or counts cannot be the verifier's.
+    Args:
+        gpus: uuids of the GPUs that the server uses, whose energy is counted; None where that is not known.
+    Returns:
+        Figures: requests, seconds, output_tokens, tokens_per_s, the times of `figures.times`, acceptance (None where
+        the engine does not count it), energy (None where nvidia-smi does not tell), sampling (what was sent, and what
+        the server falls back on where it says), client (how the load generator did). A reply has id, text and token
+        ids (empty if not returned).
+    Raises:
+        FailureLimitError: a request failed; what is left would measure another load.
+        PreconditionError: the server's token ids or counts cannot be the verifier's.
     """
-    progress = stage.progress(name, len(prompts), "requests")
+    sampling = _sampling(temperature, seed)
+    job = _job(server, prompts, section, concurrency, section.max_tokens, sampling)
     before, cached_before = counters.read(server), _prefix_cache_hits(server)
-    started = time.monotonic()
-    replies, sent = asyncio.run(_ask_all(server, prompts, section, section.max_tokens, concurrency, stage, progress))
-    seconds = time.monotonic() - started
-    progress.close()
+    with Meter(gpus or []) as meter:
+        load = asking.run(job, asking.processes(section.load_processes, concurrency), server, stage, name)
+    replies = _checked(load, prompts, server)
     time.sleep(_SETTLE_S)
     server.require_alive()
-    _say_other_models(replies, server)
-    _refuse_strange_ids(replies, server, stage.options.model.path)
-    if server.kind == "sglang":
-        counted = counters.from_meta_info(reply["meta_info"] for reply in replies)
-    else:
-        counted = counters.difference(before, counters.read(server))
-    if (hits := _prefix_cache_hits(server) - cached_before) > 0:
-        logger.warning("the server took %d prompt tokens from its prefix cache: times are not comparable", hits)
-    tokens = sum(reply["tokens"] for reply in replies)
-    if not tokens:
+    rows = load.rows
+    seconds = max(row.ended for row in rows) - min(row.started for row in rows)
+    counts = [_tokens(reply) for reply in replies]
+    if not sum(counts):
         raise PreconditionError(
             "the server generated nothing, or does not count it", where=server.base_url, expected="usage in its replies"
         )
-    figures = {
-        "requests": len(replies),
+    counted, rounds = counters.difference(before, counters.read(server)), figures.rounds_of(rows)
+    if server.kind == "sglang":
+        replies, counted = _asked_plainly(job, replies, prompts, server, stage, name)
+        rounds = [] if counted is None else _rounds_told(replies)
+    hits = _prefix_cache_hits(server) - cached_before
+    if hits > 0 and server.kind == "vllm":
+        logger.warning("the server took %d prompt tokens from its prefix cache: times are not comparable", hits)
+    _say_other_models(replies, server)
+    joules = meter.joules(min(row.started for row in rows), max(row.ended for row in rows))
+    told = {
+        "requests": len(rows),
         "seconds": seconds,
-        "output_tokens": tokens,
-        "tokens_per_s": tokens / seconds,
-        "latency_s": _summary([reply["seconds"] for reply in replies]),
-        "s_per_token": _summary([reply["seconds"] / max(1, reply["tokens"]) for reply in replies]),
-        "acceptance": _acceptance(counted),
-        "sampling": {"sent": sent, "server_defaults": sampling_defaults(server)},
+        "output_tokens": sum(counts),
+        "tokens_per_s": sum(counts) / seconds,
+        **figures.times(rows, counts),
+        "acceptance": figures.acceptance(counted, rounds),
+        "joules": joules,
+        "joules_per_token": joules / sum(counts) if joules is not None else None,
+        "sampling": {"sent": {key: value for key, value in sampling.items() if key not in load.refused},
+                     "server_defaults": sampling_defaults(server)},
+        "client": _client(load, seconds, name),
     }
-    kept = ("id", "text", "prompt_token_ids", "completion_token_ids", "finish_reason")
-    return figures, [{field: reply[field] for field in kept} for reply in replies]
+    kept = [_kept(prompt.id, reply) for prompt, reply in zip(prompts, replies, strict=True)]
+    _refuse_strange_ids(kept, server, stage.options.model.path)
+    return told, kept
 
 
-def _acceptance(counted: counters.Counters | None) -> dict[str, Any] | None:
-    if counted is None or counted.drafts == 0:
-        return None
+def _asked_plainly(job: Job, replies: list[Reply], prompts: list[Prompt], server: Server, stage: Stage, name: str
+                   ) -> tuple[list[Reply], counters.Counters | None]:
+    """Return SGLang's replies with the counters that they carry, asked once more without a stream where it lacks them.
+
+    Its streams of chat completions carry neither meta_info nor token ids; times are those of the stream all the same.
+    """
+    if all(reply.exact and reply.meta_info for reply in replies):
+        return replies, counters.from_meta_info(reply.meta_info for reply in replies)
+    bodies = [{key: value for key, value in body.items() if key != "stream"} for body in job.bodies]
+    optional = {key: value for key, value in job.optional.items() if key != "stream_options"}
+    plain = Job(job.url, bodies, optional | {"return_meta_info": True}, job.concurrency, job.timeout_s)
+    replies = _checked(asking.run(plain, 1, server, stage, f"{name}, its counters"), prompts, server)
+    return replies, counters.from_meta_info(reply.meta_info for reply in replies)
+
+
+def _rounds_told(replies: list[Reply]) -> list[tuple[int, int]]:
+    """Return (rounds, tokens of them) of each reply as SGLang tells them; the first token comes from the prefill."""
+    told = [(reply.meta_info or {}, _tokens(reply) - 1) for reply in replies]
+    return [(int(meta["spec_verify_ct"]), tokens) for meta, tokens in told if meta.get("spec_verify_ct")]
+
+
+# --- asking -----------------------------------------------------------------------------------------------
+
+
+def _job(server: Server, prompts: list[Prompt], section: BenchmarkSection, concurrency: int, max_tokens: int,
+         sampling: dict[str, Any]) -> Job:
+    bodies = [{"model": server.model_name, "messages": with_contents(prompt.messages), "max_tokens": max_tokens,
+               "stream": True} | ({"tools": prompt.tools} if prompt.tools else {}) for prompt in prompts]
+    usage = {"include_usage": True} | ({"continuous_usage_stats": True} if server.kind == "sglang" else {})
+    optional = {"return_token_ids": True, "stream_options": usage} | sampling
+    if server.kind == "sglang":
+        optional["return_meta_info"] = True
+    return Job(server.base_url, bodies, optional, min(concurrency, len(prompts)), section.request_timeout_s)
+
+
+def _sampling(temperature: float, seed: int) -> dict[str, Any]:
+    """Return every sampling setting, neutral where none is chosen: a server's own defaults decide nothing."""
+    return {"temperature": temperature, "seed": seed} | _NEUTRAL
+
+
+# --- what came back ---------------------------------------------------------------------------------------
+
+
+def _checked(load: Load, prompts: list[Prompt], server: Server) -> list[Reply]:
+    """Return the replies of a load, after waiting for a dying server; FailureLimitError when one is none."""
+    replies = []
+    if load.refused:
+        logger.warning("%s does not take %s; it is asked without", server.base_url, ", ".join(load.refused))
+    for row in load.rows:
+        try:
+            replies.append(_reply(row, server))
+        except BadReply as error:
+            if server.child:
+                time.sleep(1.0)  # a dying server drops its connections first
+            server.require_alive()
+            raise FailureLimitError(
+                "a request failed, so this is no measurement",
+                where=f"prompt {prompts[row.number].id} at {server.base_url}",
+                found=error,
+                fix="remove that prompt or lower --max-tokens if it is too long; "
+                "raise --request-timeout-s if it took too long; finished measurements are kept",
+            ) from None
+    return replies
+
+
+def _reply(row: Row, server: Server) -> Reply:
+    """Return the reply of a row; BadReply in its place, KeyRefused when the server does not take the key."""
+    if row.status in (401, 403):
+        raise KeyRefused(server.base_url, _words(row.text))
+    if row.status != 200:
+        raise BadReply(f"HTTP {row.status}" if row.status else "no answer", _words(row.text))
+    try:
+        reply = parse_reply(row.text)
+    except BadReply as error:
+        raise BadReply(error.reason, without_key(error.detail)) from None
+    if problem := reason_to_fail(reply):
+        raise BadReply(problem, f"after {reply.tokens} tokens")
+    return reply
+
+
+def _words(text: str) -> str:
+    """Return what a server said about an error, in one line and without the key."""
+    with contextlib.suppress(ValueError, RecursionError):
+        text = words_of(json.loads(text)) or text
+    return without_key(text[:_WORDS].replace("\n", " "))
+
+
+def _tokens(reply: Reply) -> int:
+    return reply.usage["completion_tokens"] or len(reply.completion_ids or [])
+
+
+def _kept(prompt_id: str, reply: Reply) -> dict[str, Any]:
     return {
-        "length": counted.acceptance_length(),
-        "by_position": counted.acceptance_by_position(),
-        "drafts": counted.drafts,
-        "draft_tokens": counted.draft_tokens,
-        "accepted": counted.accepted,
+        "id": prompt_id,
+        "text": (reply.reasoning or "") + (reply.content or ""),
+        "prompt_token_ids": reply.prompt_ids or [],
+        "completion_token_ids": reply.completion_ids or [],
+        "finish_reason": reply.finish_reason,
     }
 
 
-def _summary(values: list[float]) -> dict[str, float]:
-    p95 = statistics.quantiles(values, n=20, method="inclusive")[-1] if len(values) > 1 else values[0]
-    return {"mean": statistics.fmean(values), "median": statistics.median(values), "p95": p95}
+def _client(load: Load, seconds: float, name: str) -> dict[str, float]:
+    """Return how the load generator did, and warn when it may be what was measured."""
+    share = load.cpu_s / seconds
+    if share > _BUSY:
+        logger.warning("%s: the load generator was busy for %.0f%% of the time, so it may be what was measured: give "
+                       "it more --load-processes, or a machine of its own", name, 100 * share)
+    late = sorted(load.late_s)
+    return {"cpu_share": share, "late_ms_median": 1000 * statistics.median(late) if late else 0.0,
+            "late_ms_p99": 1000 * late[int(0.99 * (len(late) - 1))] if late else 0.0}
 
 
 def _prefix_cache_hits(server: Server) -> float:
     """Return vLLM's count of prompt tokens that it did not compute (0 where it is not told)."""
     return counters.read_total(server, "vllm:prefix_cache_hits_total") or 0.0
-
-
-async def _ask_all(
-    server: Server,
-    prompts: list[Prompt],
-    section: BenchmarkSection,
-    max_tokens: int,
-    concurrency: int,
-    stage: Stage,
-    progress: Progress,
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Ask with `concurrency` workers, giving up within a second when the stage or the server stops.
-
-    Returns (replies in the order of the prompts, the sampling settings that were sent).
-    """
-    replies: list[Any] = [None] * len(prompts)
-    waiting = iter(enumerate(prompts))
-    # No retries: a silent second try would count as latency.
-    wire = Wire(server.base_url, server.model_name, timeout_s=section.request_timeout_s, connections=concurrency)
-    sampling = _sampling(section)
-
-    async def work() -> None:
-        for i, prompt in waiting:
-            replies[i] = await _ask(wire, server, prompt, max_tokens, sampling)
-            progress.update()
-
-    workers = [asyncio.create_task(work()) for _ in range(min(concurrency, len(prompts)))]
-    try:
-        await _watch(workers, server, stage)
-    finally:
-        for worker in workers:
-            worker.cancel()
-        await asyncio.gather(*workers, return_exceptions=True)
-        await wire.close()
-    return replies, {name: value for name, value in sampling.items() if name not in wire.refused}
-
-
-def _sampling(section: BenchmarkSection) -> dict[str, Any]:
-    """Return every sampling setting, neutral where none is chosen: a server's own defaults decide nothing."""
-    return {"temperature": section.temperature, "seed": 0} | _NEUTRAL
-
-
-async def _watch(workers: list["asyncio.Task[None]"], server: Server, stage: Stage) -> None:
-    """Return when all workers are done; raise as soon as one fails, the server dies or a signal comes."""
-    pending = set(workers)
-    while pending:
-        done, pending = await asyncio.wait(pending, timeout=0.5, return_when=asyncio.FIRST_EXCEPTION)
-        stage.check_stop()
-        server.require_alive()
-        for worker in done:
-            if worker.exception() is not None:
-                await asyncio.sleep(1.0)  # a dying server drops its connections first
-                server.require_alive()
-                worker.result()
-
-
-async def _ask(
-    wire: Wire, server: Server, prompt: Prompt, max_tokens: int, sampling: dict[str, Any]
-) -> dict[str, Any]:
-    fields = {"max_tokens": max_tokens} | ({"tools": prompt.tools} if prompt.tools else {})
-    optional = {"return_token_ids": True} | sampling
-    if server.kind == "sglang":
-        optional["return_meta_info"] = True
-    started = time.monotonic()
-    try:
-        reply = await wire.ask(prompt.messages, fields, optional)
-        if problem := reason_to_fail(reply):
-            raise BadReply(problem, f"after {reply.tokens} tokens")
-    except (RequestFailed, BadReply) as error:
-        raise FailureLimitError(
-            "a request failed, so this is no measurement",
-            where=f"prompt {prompt.id} at {server.base_url}",
-            found=error,
-            fix="remove that prompt or lower --max-tokens if it is too long; "
-            "raise --request-timeout-s if it took too long; finished measurements are kept",
-        ) from None
-    return _reply(prompt.id, reply, time.monotonic() - started)
-
-
-def _reply(prompt_id: str, reply: Reply, seconds: float) -> dict[str, Any]:
-    return {
-        "id": prompt_id,
-        "seconds": seconds,
-        "tokens": reply.usage["completion_tokens"] or len(reply.completion_ids or []),
-        "text": (reply.reasoning or "") + (reply.content or ""),
-        "prompt_token_ids": reply.prompt_ids or [],
-        "completion_token_ids": reply.completion_ids or [],
-        "finish_reason": reply.finish_reason,
-        "meta_info": reply.meta_info,
-        "model": reply.model,
-    }
 
 
 def _refuse_strange_ids(replies: list[dict[str, Any]], server: Server, model: str) -> None:
@@ -206,9 +227,9 @@ def _refuse_strange_ids(replies: list[dict[str, Any]], server: Server, model: st
             )
 
 
-def _say_other_models(replies: list[dict[str, Any]], server: Server) -> None:
+def _say_other_models(replies: list[Reply], server: Server) -> None:
     own = Path(server.model_name).name.lower()
-    others = Counter(reply["model"] for reply in replies if reply["model"] and Path(reply["model"]).name.lower() != own)
+    others = Counter(reply.model for reply in replies if reply.model and Path(reply.model).name.lower() != own)
     if others:
         logger.warning("%d of %d replies name another model than %s, which was asked: %s", others.total(), len(replies),
                        server.model_name, dict(others.most_common(5)))

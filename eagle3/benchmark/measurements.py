@@ -1,22 +1,29 @@
-"""Measurements of a benchmark on disk, and what comes of comparing them.
+"""Measurements of a benchmark on disk: kept, found again, and the acceptance that was predicted for them.
 
-`runs/NAME.json` holds the figures of one server at one concurrency, `replies_NAME.jsonl` the replies. A
-measurement counts as done when the first exists; it carries the fingerprint of its configuration and the
-checksum of its replies.
+`runs/NAME.json` holds the figures of one measurement, `replies_NAME.jsonl` its replies. A measurement counts as done
+when the first exists; it carries what decides it (`matrix.Cell`), the fingerprint of what concerns all of the stage,
+and the checksum of its replies.
 """
 
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from eagle3.benchmark import matrix
 from eagle3.common import files
 from eagle3.common.log import logger
 
-BASELINE = 0  # the "draft-token count" of the verifier alone
+_PREDICTED = "predicted_"
 
 
 def store(directory: Path, figures: dict[str, Any], replies: list[dict[str, Any]]) -> dict[str, Any]:
-    """Write a finished measurement and its replies; its own file, written last, makes it count as done."""
+    """Write a finished measurement and its replies; its own file, written last, makes it count as done.
+
+    A file of that name stays where it is, whatever it holds: then the measurement gets a name that is not taken.
+    """
+    figures["name"] = _unused(directory, figures["name"])
+    figures["measured_at"] = datetime.now(UTC).isoformat()
     path = directory / f"replies_{figures['name']}.jsonl"
     files.write_bytes(path, b"".join(files.encode_line(reply) for reply in replies))
     figures["replies"] = files.sha256_file(path)
@@ -24,45 +31,67 @@ def store(directory: Path, figures: dict[str, Any], replies: list[dict[str, Any]
     return figures
 
 
-def finished(directory: Path, name: str, fingerprint: str) -> dict[str, Any] | None:
-    """Return a measurement that an earlier run of this very configuration finished, with its replies intact."""
-    path, replies = directory / "runs" / f"{name}.json", directory / f"replies_{name}.jsonl"
-    if not path.exists():
-        return None
-    run = files.read_json(path, fix="remove that file: it is measured again")
-    intact = replies.exists() and files.sha256_file(replies) == run["replies"]
-    if not intact or run["fingerprint"] != fingerprint:
-        logger.warning("measuring %s again: its files are damaged or of another configuration", name)
-        return None
-    logger.info("%s is measured already", name)
-    return run
+def _unused(directory: Path, name: str) -> str:
+    """Return the name, with a number where another measurement that is whole has it."""
+    number, free = 1, name
+    while (path := directory / "runs" / f"{free}.json").exists() and _intact(directory, files.read_json(path)):
+        number += 1
+        free = f"{name}-{number}"
+    return free
+
+
+def _intact(directory: Path, run: dict[str, Any]) -> bool:
+    replies = directory / f"replies_{run['name']}.jsonl"
+    return replies.exists() and files.sha256_file(replies) == run["replies"]
+
+
+def kept(directory: Path, fingerprint: str) -> list[dict[str, Any]]:
+    """Return what earlier runs of this stage measured, with replies intact, oldest first."""
+    runs = []
+    for path in _files(directory):
+        run = files.read_json(path, fix="remove that file: it is measured again")
+        if run["fingerprint"] != fingerprint or "server" not in run:
+            logger.warning("%s is of another configuration: it is left alone", path)
+        elif not _intact(directory, run):
+            logger.warning("measuring %s again: its files are damaged", run["name"])
+        else:
+            runs.append(run)
+    return sorted(runs, key=lambda run: run["measured_at"])
+
+
+def _files(directory: Path) -> list[Path]:
+    return [path for path in sorted((directory / "runs").glob("*.json")) if not path.name.startswith(_PREDICTED)]
+
+
+def adopted(directory: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+    """Return the fingerprint's basis of an earlier manifest without the axes, as it is now.
+
+    Manifests once held the axes, and measurements no word of what they are: these get it here, so that they stay done.
+    """
+    old = manifest.get("fingerprint_basis", {})
+    basis = {name: value for name, value in old.items() if name not in matrix.AXES and name != "input prompts"}
+    if basis.keys() == old.keys():
+        return basis
+    fingerprint = files.sha256_json(basis)
+    sets = {"prompts": Path(str(old.get("benchmark.prompts", ""))).name.partition(".")[0] or "prompts",
+            "prompts_identity": old.get("input prompts", "")}
+    for path in _files(directory):
+        run = files.read_json(path)
+        if "server" in run or run.get("fingerprint") != manifest.get("fingerprint"):
+            continue
+        role = matrix.DRAFTER if run["draft_tokens"] else matrix.BASELINE
+        run |= sets | {"server": role, "temperature": float(old.get("benchmark.temperature", 0.0)), "repeat": 1,
+                       "control_identity": "", "measured_at": "", "fingerprint": fingerprint}
+        predicted = _prediction_path(directory, run)
+        if predicted.exists():
+            files.write_json(predicted, files.read_json(predicted) | {"fingerprint": fingerprint})
+        files.write_json(path, run)
+    return basis
 
 
 def replies_of(directory: Path, run: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the replies of a measurement, in the order of the prompts."""
     return [reply for _, reply in files.read_jsonl(directory / f"replies_{run['name']}.jsonl")]
-
-
-def compare(directory: Path, runs: list[dict[str, Any]], *, greedy: bool) -> None:
-    """Set `speedup` and, for greedy replies, `lossless` of each run with a drafter.
-
-    Servers that were asked with other sampling, or fall back on another, do other work: no speed-up is told then.
-    Batches of another shape round differently in bfloat16, so a few greedy replies part ways after some
-    tokens without anything being wrong; where they do is reported.
-    """
-    baseline = {run["concurrency"]: run for run in runs if run["draft_tokens"] == BASELINE}
-    for run in runs:
-        if run["draft_tokens"] == BASELINE:
-            continue
-        reference = baseline[run["concurrency"]]
-        if run.get("sampling") == reference.get("sampling"):
-            run["speedup"] = run["tokens_per_s"] / reference["tokens_per_s"]
-        else:
-            run.pop("speedup", None)
-            logger.warning("no speed-up is told of %s: it sampled with %s, %s with %s", run["name"],
-                           run.get("sampling"), reference["name"], reference.get("sampling"))
-        if greedy:
-            run["lossless"] = agreement(replies_of(directory, reference), replies_of(directory, run))
 
 
 def agreement(expected: list[dict[str, Any]], found: list[dict[str, Any]]) -> dict[str, Any]:
@@ -101,7 +130,8 @@ class Measured:
 
 
 def measured_replies(directory: Path, run: dict[str, Any], baseline: str) -> Measured:
-    """Return a run's replies as token ids, and where they part from those of the run named `baseline`."""
+    """Return a run's replies as token ids, and where they part from those of its `baseline` (else of the named one)."""
+    baseline = run.get("baseline") or baseline
     own = {reply["id"]: reply["completion_token_ids"] for reply in replies_of(directory, {"name": baseline})}
     parting = (run.get("lossless") or {}).get("first_difference", {})
     measured = Measured(run["draft_tokens"], [], [])
@@ -147,4 +177,4 @@ def use_prediction(directory: Path, run: dict[str, Any]) -> bool:
 
 
 def _prediction_path(directory: Path, run: dict[str, Any]) -> Path:
-    return directory / "runs" / f"predicted_{run['name']}.json"
+    return directory / "runs" / f"{_PREDICTED}{run['name']}.json"

@@ -6,15 +6,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eagle3.benchmark.measurements import BASELINE
-from eagle3.common import files
+from eagle3.benchmark import matrix, prompt_sets
+from eagle3.benchmark.matrix import Matrix, ServerKind
+from eagle3.benchmark.prompt_sets import PromptSet
+from eagle3.common import config, files, machine
 from eagle3.common.errors import PreconditionError, UsageError
 from eagle3.common.log import logger
 from eagle3.common.options import BenchmarkOptions, EngineOptions
 from eagle3.common.stage import Stage
 from eagle3.engines import defaults, installed
-from eagle3.traces import prompts
-from eagle3.traces.prompts import Prompt
+
+STALE_ON = ("model", "drafter", "engine")  # inputs that concern every measurement
+
+
+def options_of_all(options: BenchmarkOptions) -> dict[str, Any]:
+    """Return the options that concern every measurement: they and STALE_ON refuse, the axes add."""
+    return {name: value for name, value in config.result_options(options).items() if name not in matrix.AXES}
 
 
 @dataclass
@@ -22,49 +29,72 @@ class MeasurementPlan:
     """What is measured with what.
 
     Attributes:
-        prompts: to ask. drafter: folder, or None when only an attached server knows it.
-        counts: draft-token counts, BASELINE first. inputs: identity of each input by name.
+        sets: prompts to ask, by set. drafter: folder, or None when only an attached server knows it.
+        control: the second drafter's folder. matrix: the measurements. inputs: identity of each input by name.
         capture: the vLLM that captures the replies' states for the prediction; None for no prediction.
     """
 
-    prompts: list[Prompt]
+    sets: dict[str, PromptSet]
     model: Path
     drafter: Path | None
-    counts: list[int]
+    control: Path | None
+    matrix: Matrix
     inputs: dict[str, Any]
     capture: EngineOptions | None = None
+
+    @property
+    def first_set(self) -> str:
+        """The set that file names leave out."""
+        return next(iter(self.sets))
+
+    @property
+    def servers(self) -> list[ServerKind]:
+        """The servers, in the order in which they are started."""
+        return self.matrix.servers
+
+    def content(self, runs: list[dict[str, Any]]) -> str:
+        """Return the hash of what the stage holds when it is complete with these measurements."""
+        return files.sha256_json([sorted(run["replies"] + run["name"] for run in runs), self.matrix.control,
+                                  bool(self.capture)])
 
 
 def make_plan(options: BenchmarkOptions, stage: Stage, dry: Any = None) -> MeasurementPlan:
     """Check everything that can be checked before a server is started; `dry` is the dry run that this is for."""
-    check_choices(options)
+    paths = check_choices(options)
     section = options.benchmark
-    asked = prompts.read_prompts(Path(section.prompts), options.common.limit)
+    sets = {name: prompt_sets.read(name, path, options.common.limit) for name, path in paths.items()}
     model, drafter = Path(options.model.path), find_drafter(options, stage)
+    control = Path(section.control) if section.control else None
+    if control:
+        _require_drafter(control, "--control")
     attached = section.baseline_endpoint and section.drafter_endpoint
     version = dry.engine(options.engine, model) if dry else installed.engine_version(options.engine)
     inputs = {
         "model": files.model_identity(model),
         "drafter": files.model_identity(drafter) if drafter and drafter.exists() else "attached",
-        "prompts": files.sha256_json([[prompt.id, prompt.messages, prompt.tools] for prompt in asked]),
-        "engine": "attached" if attached else version,
-    }
+        "engine": "attached" if attached else (version or "").removeprefix(f"{options.engine.kind} ") or version,
+    } | {f"prompts {name}": each.identity for name, each in sets.items()}
     capture = None
     with dry.only_there("the prediction's engine") if dry else contextlib.nullcontext():
         capture = capture_engine(options) if drafter else None
-    return MeasurementPlan(asked, model, drafter, [BASELINE, *section.draft_tokens], inputs, capture)
+    kinds = matrix.servers(section.draft_tokens, control=bool(control), again=section.baseline_again)
+    identity = files.sha256_json(files.model_identity(control)) if control else ""
+    identities = {name: each.identity for name, each in sets.items()}
+    cells = Matrix(kinds, section.concurrency, section.temperature, identities, section.repeats, identity)
+    return MeasurementPlan(sets, model, drafter, control, cells, inputs, capture)
 
 
-def check_choices(options: BenchmarkOptions) -> None:
-    """Raise UsageError unless the options name what to measure."""
+def check_choices(options: BenchmarkOptions) -> dict[str, Path]:
+    """Return the files of the prompt sets by name; UsageError unless the options name what to measure."""
     section = options.benchmark
     if not options.model.path:
         raise UsageError("no model", where="--model", fix="name the verifier's folder with --model")
-    if not section.prompts:
-        raise UsageError("no prompts", where="--prompts", fix="name a file of held-out prompts with --prompts")
+    paths = prompt_sets.named(section.prompts, section.prompt_sets)
     for name, values in (("--draft-tokens", section.draft_tokens), ("--concurrency", section.concurrency)):
         if not values or min(values) < 1 or len(set(values)) < len(values):
             raise UsageError("needs different numbers of at least 1", where=name, found=values)
+    if not section.temperature or len(set(section.temperature)) < len(section.temperature):
+        raise UsageError("needs different numbers", where="--temperature", found=section.temperature)
     if section.drafter_endpoint and len(section.draft_tokens) > 1:
         raise UsageError(
             "a running server has one draft-token count",
@@ -72,6 +102,10 @@ def check_choices(options: BenchmarkOptions) -> None:
             found=section.draft_tokens,
             fix="give the count that the server of --drafter-endpoint was started with",
         )
+    if section.control and section.drafter_endpoint:
+        raise UsageError("a control is served by an engine that this stage starts", where="--control",
+                         fix="leave --drafter-endpoint out, or measure the control on its own, with another --out")
+    return paths
 
 
 def find_drafter(options: BenchmarkOptions, stage: Stage) -> Path | None:
@@ -87,18 +121,22 @@ def find_drafter(options: BenchmarkOptions, stage: Stage) -> Path | None:
         if exported["status"] != "complete":
             return default  # of a dry run, before there is one
         drafter = default
-    for name in ("config.json", "model.safetensors"):
-        if not (drafter / name).is_file():
-            raise PreconditionError(
-                f"not an exported drafter: {name} is missing", where=drafter, fix="name another with --drafter"
-            )
+    _require_drafter(drafter, "--drafter")
     return drafter
+
+
+def _require_drafter(folder: Path, option: str) -> None:
+    for name in ("config.json", "model.safetensors"):
+        if not (folder / name).is_file():
+            raise PreconditionError(
+                f"not an exported drafter: {name} is missing", where=folder, fix=f"name another with {option}"
+            )
 
 
 def capture_engine(options: BenchmarkOptions) -> EngineOptions | None:
     """Return the vLLM with which acceptance is predicted, None when it is not to be or cannot be."""
     section = options.benchmark
-    if not section.predict or section.temperature > 0:
+    if not section.predict or min(section.temperature) > 0:
         return None
     if options.engine.kind == "vllm":
         return options.engine
@@ -110,16 +148,24 @@ def capture_engine(options: BenchmarkOptions) -> EngineOptions | None:
     return engine
 
 
-def name_of(draft_tokens: int, concurrency: int | None = None) -> str:
-    """Return the name of a server, or of one measurement on it: drafter-3, baseline_c8."""
-    server = f"drafter-{draft_tokens}" if draft_tokens else "baseline"
-    return f"{server}_c{concurrency}" if concurrency else server
+def endpoint_of(options: BenchmarkOptions, kind: ServerKind) -> str | None:
+    """Return the address of the running server that stands for a kind, None where one is started."""
+    section = options.benchmark
+    return section.drafter_endpoint if kind.draft_tokens else section.baseline_endpoint
 
 
-def server_words(options: BenchmarkOptions, plan: MeasurementPlan, draft_tokens: int
+def server_words(options: BenchmarkOptions, plan: MeasurementPlan, kind: ServerKind
                  ) -> tuple[list[str], dict[str, Any] | None]:
     """Return the server's arguments besides engine.args, and what it is told of the drafter."""
     arguments = [*defaults.no_prefix_caching(options.engine), *options.benchmark.serve_args]
     if options.model.trust_remote_code:
         arguments.append("--trust-remote-code")
-    return arguments, ({"model": str(plan.drafter), "num_speculative_tokens": draft_tokens} if draft_tokens else None)
+    drafter = plan.control if kind.role == matrix.CONTROL else plan.drafter
+    return arguments, ({"model": str(drafter), "num_speculative_tokens": kind.draft_tokens} if kind.draft_tokens
+                       else None)
+
+
+def server_gpus(options: BenchmarkOptions) -> list[str]:
+    """Return the uuids of the GPUs that a server started here uses, none where there are none."""
+    visible = options.engine.env.get("CUDA_VISIBLE_DEVICES")
+    return [gpu.uuid for gpu in machine.gpus(visible)[: options.engine.tensor_parallel_size] if gpu.uuid]

@@ -17,7 +17,7 @@ def measure(options: ExportOptions, stage: Stage, drafter: Path, prompts_file: P
     """Ask a few prompts at temperature 0 and return the acceptance; PreconditionError when it is too low."""
     section, model = options.export, Path(options.model.path)
     asked = prompts.read_prompts(prompts_file, section.smoke_count)
-    load_section = BenchmarkSection(max_tokens=section.smoke_tokens, temperature=0.0)
+    load_section = BenchmarkSection(max_tokens=section.smoke_tokens, temperature=[0.0])
     arguments = defaults.no_prefix_caching(options.engine)
     arguments = [*arguments, "--trust-remote-code"] if options.model.trust_remote_code else arguments
     speculative = {"model": str(drafter), "num_speculative_tokens": section.smoke_draft_tokens}

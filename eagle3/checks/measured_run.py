@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eagle3.benchmark import measurements
+from eagle3.benchmark import matrix, measurements
+from eagle3.benchmark.figures import length_error
 from eagle3.checks import drafter_checks
 from eagle3.checks.similarity import Pair, sampled
 from eagle3.common import files, tensor_files
@@ -32,11 +33,8 @@ class Figures:
 
     @property
     def error(self) -> float:
-        """Standard error of the length if rounds were independent; E[a²] is the sum of (2k − 1) P(a ≥ k)."""
-        mean = self.length - 1.0
-        square = sum((2 * k + 1) * share for k, share in enumerate(self.by_position))
-        square = square if self.by_position else mean * (1 + 2 * mean)  # as if every position were as hard
-        return (max(0.0, square - mean * mean) / max(self.rounds, 1.0)) ** 0.5
+        """Standard error of the length if rounds were independent."""
+        return length_error(self.length, self.by_position, self.rounds)
 
     def over(self, positions: int) -> "Figures":
         """Return the figures of the first positions only; as they are where shares are not told."""
@@ -50,7 +48,8 @@ class Run:
 
     Attributes:
         bench: folder of stage 06. manifest: its manifest. made: manifests upstream by stage name, {} if missing.
-        measured: measurements with a drafter, in the order they were made; main: the one to be explained.
+        measured: measurements with a drafter, in the order they were made, at the temperature and on the prompts of
+            main: the one to be explained.
         served: the drafter's folder as it lies there now, with what is known of its training.
         reference: the checkpoint that stage 05 made it from, None when that cannot be found.
         changed: what differs between now and the measurement, in words.
@@ -165,6 +164,7 @@ def gather(path: Path, *, model: str = "", drafter: str | None = None) -> Run:
     made = _upstream(run_dir, checkpoint) | {"05_export": exported}
     measured, predicted = _measurements(bench), manifest.get("inputs") or {}
     main = _main(measured, made["04_train"])
+    measured = [each for each in measured if main and _load_of(each) == _load_of(main)]
     version = main["engine"]["version"] if main else predicted.get("engine")
     ids, here = training_record(checkpoint) if checkpoint else (None, False)
     ids = ids or (exported.get("trained") or {}).get("ids") or ((made["02_states"].get("layers") or [])[:-1] or None)
@@ -265,13 +265,20 @@ def _measurements(bench: Path) -> list[dict[str, Any]]:
             walked = bench / "runs" / f"predicted_{run['name']}.json"
             if walked.is_file() and files.read_json(walked).get("replies") == run["replies"]:
                 run["predicted"] = files.read_json(walked)
-    return [run for run in runs if run["draft_tokens"] and run.get("acceptance")]
+    return [run for run in runs
+            if run["draft_tokens"] and run.get("acceptance") and run.get("server") != matrix.CONTROL]
 
 
 def _main(measured: list[dict[str, Any]], train: Manifest) -> dict[str, Any] | None:
-    """Return the measurement closest to what training promised: its draft-token count, predicted if any is."""
+    """Return the measurement closest to what training promised: its draft-token count, greedy, predicted if any is."""
     wanted = ((train.get("options") or {}).get("train") or {}).get("draft_tokens") or 3
-    return min(measured, key=lambda run: (abs(run["draft_tokens"] - wanted), not run.get("predicted")), default=None)
+    return min(measured, key=lambda run: (abs(run["draft_tokens"] - wanted), run.get("temperature", 0.0),
+                                          not run.get("predicted")), default=None)
+
+
+def _load_of(run: dict[str, Any]) -> tuple[Any, Any]:
+    """Return what acceptance depends on besides the drafter: temperature and prompts."""
+    return run.get("temperature"), run.get("prompts")
 
 
 def _promise(checkpoint: Path | None, train: Manifest) -> Figures | None:

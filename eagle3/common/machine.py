@@ -69,6 +69,12 @@ def gpus(visible: str | None = None) -> list[Gpu]:
     return chosen
 
 
+def gpu_loads(visible: str | None = None) -> list[int]:
+    """Return how busy each GPU was in the last moment, in percent; none when there is no GPU, or it does not tell."""
+    wanted = {gpu.index for gpu in gpus(visible)}
+    return [_number(load) for index, load in _rows("--query-gpu=index,utilization.gpu") if int(index) in wanted]
+
+
 def holders() -> list[Holder]:
     """Return the processes that hold GPU memory; those of other containers may have no name here."""
     found = []

@@ -100,6 +100,15 @@ class EngineOptions:
         minimum=0.1,
         results=False,
     )
+    stall_min: float = option(
+        5.0,
+        "give up on a starting engine that for so long writes no log line, computes nothing, reads nothing and does "
+        "not use its GPUs; 0: never",
+        unit="minutes",
+        flag="--engine-stall-min",
+        minimum=0.0,
+        results=False,
+    )
 
 
 @dataclass
@@ -301,11 +310,27 @@ class BenchmarkSection:
 
     drafter: str | None = option(None, "exported drafter; default: the run's 05_export/<engine>", path=True,
                                  results=False)
-    prompts: str = option("", "held-out prompts, JSON lines with id and messages", path=True)
-    draft_tokens: list[int] = option([3], "draft-token counts to measure", unit="tokens")
+    control: str | None = option(
+        None, "a second drafter, known to be good, measured under the same conditions: it tells a fault of the engine "
+        "from one of the training", path=True, results=False,  # its measurements carry its identity
+    )
+    prompts: str = option("", "held-out prompts, JSON lines with id and messages: a prompt set named after the file",
+                          path=True)
+    prompt_sets: list[str] = option(
+        [], "more prompt sets, NAME=FILE each, measured one by one; mt-bench, gsm8k, humaneval, math-500 and speed-"
+        "bench are read as they are published, other names as --prompts is",
+    )
+    draft_tokens: list[int] = option([3], "draft-token counts to measure, a server each", unit="tokens")
     concurrency: list[int] = option([1, 8], "requests in flight to measure", unit="requests")
+    temperature: list[float] = option([0.0], "sampling temperatures to measure; acceptance is predicted for 0 only",
+                                      minimum=0.0)
+    repeats: int = option(1, "measurements of each kind within a server's life; figures are their medians, with spread",
+                          minimum=1)
+    baseline_again: bool = option(
+        True, "measure the verifier alone once more at the end, on a server of its own, to show by how much the "
+        "machine drifted",
+    )
     max_tokens: int = option(512, "longest reply", unit="tokens", minimum=1)
-    temperature: float = option(0.0, "sampling temperature; acceptance is predicted for 0 only", minimum=0.0)
     warmup_prompts: int = option(2, "requests before measuring starts", unit="requests", minimum=0)
     serve_args: list[str] = option([], "more arguments for the servers")
     baseline_endpoint: str | None = option(None, "running server without drafter, instead of starting one")
@@ -314,6 +339,10 @@ class BenchmarkSection:
     capture_python: str | None = option(
         None, "interpreter with vLLM that captures those states when the engine is SGLang; default: this one",
         path=True, results=False,
+    )
+    load_processes: int | None = option(
+        None, "processes that send the requests; default: one for 128 in flight, on at most half of the cores",
+        minimum=1, results=False,
     )
     request_timeout_s: float = option(600.0, "longest wait for one reply", unit="seconds", minimum=0.1, results=False)
 

@@ -96,11 +96,12 @@ def _escaped(text: str) -> str:
 # --- a terminal -------------------------------------------------------------------------------------------
 
 
-def text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table as aligned text, a line a row."""
+def text_table(head: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None) -> str:
+    """Return a table as aligned text, a line a row; what is beyond the width is cut off, and the cut is shown."""
     lines = [[visible(cell).replace("\n", " ").replace("\t", " ") for cell in row] for row in (head, *rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+    texts = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+    return "\n".join(text if width is None or len(text) <= width else text[: width - 1] + "…" for text in texts)
 
 
 # --- plots ------------------------------------------------------------------------------------------------

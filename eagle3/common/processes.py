@@ -43,6 +43,11 @@ class Child:
         os.close(read_end)
 
     @property
+    def pid(self) -> int:
+        """The leader of the session in which the command and all that it starts run."""
+        return self._process.pid
+
+    @property
     def stdin(self) -> IO[bytes]:
         """The child's standard input (piped children only)."""
         assert self._process.stdin is not None

@@ -109,6 +109,7 @@ class Stage:
         stale_on: tuple[str, ...] = (),
         grows: bool = False,
         holds: Callable[[], bool] | None = None,
+        upgraded: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
     ) -> bool:
         """Lock the directory, compare fingerprints and start (or resume) the manifest.
 
@@ -119,6 +120,8 @@ class Stage:
             grows: appended inputs extend this stage; it checks its own samples.
             holds: says whether any result lies there; to an empty directory no option is stale, so a run that
                 failed before its first unit does not stand in the way of the corrected command.
+            upgraded: returns the fingerprint's basis of an earlier manifest as this version writes it; what lies there
+                may be brought up to date with it.
         Returns:
             True when there is work to do; False when this very result is complete already. A complete result that may
             grow keeps its manifest until `begin`.
@@ -133,7 +136,7 @@ class Stage:
         self._acquire()
         previous = self._before = self._previous()
         if previous and (holds is None or holds()):
-            self._refuse_if_stale(previous, basis)
+            self._refuse_if_stale(upgraded(previous) if upgraded else previous.get("fingerprint_basis", {}), basis)
         if previous and previous["status"] == "complete" and not grows and self._outputs_intact(previous):
             self.manifest = previous
             logger.info("%s is complete already: %s", self.name, self.directory)
@@ -282,8 +285,7 @@ class Stage:
             return None
         return manifests.read(self.directory, "move the directory away or use --restart")
 
-    def _refuse_if_stale(self, previous: dict[str, Any], basis: dict[str, Any]) -> None:
-        old = previous.get("fingerprint_basis", {})
+    def _refuse_if_stale(self, old: dict[str, Any], basis: dict[str, Any]) -> None:
         basis = json.loads(json.dumps(basis, default=str))
         changed = [name for name in sorted({*old, *basis}) if old.get(name) != basis.get(name)]
         if not changed:

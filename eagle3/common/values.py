@@ -31,8 +31,9 @@ def checked(item: dataclasses.Field[Any], value: Any, where: str) -> Any:
         return None
     if kind is not list:
         return _within_limits(item, _converted(item.type if kind is dict else kind, value, where), where)
-    values = _listed(value, where)
     inner, length = typing.get_args(item.type)[0], item.metadata["length"]
+    alone = inner is float and isinstance(value, int | float) and not isinstance(value, bool)  # temperature: 0.7
+    values = [value] if alone else _listed(value, where)
     if length is not None and len(values) != length:
         raise UsageError("wrong number of values", where=where, expected=length, found=len(values),
                          fix=f"give {length} values")

@@ -12,7 +12,7 @@ from eagle3.common.log import duration, logger
 from eagle3.common.options import EngineOptions
 from eagle3.common.processes import Child
 from eagle3.common.stage import Stage
-from eagle3.engines import arguments, defaults, installed
+from eagle3.engines import arguments, defaults, installed, stall
 from eagle3.engines.servers import NO_ANSWER, Server, ended, get, identify
 
 _POLL_S = 0.25
@@ -64,7 +64,7 @@ def serve(
 
     Raises:
         PreconditionError: no engine, port in use, the child ended (with the end of its log), another model
-            answers, or the start-up time is over. Interrupted: a signal came while waiting.
+            answers, it stands still (`stall`), or the start-up time is over. Interrupted: a signal came while waiting.
     """
     installed.check(engine)
     port = given_port([*engine.args, *extra_args]) or _free_port()
@@ -83,6 +83,7 @@ def serve(
 
 def _wait_until_ready(engine: EngineOptions, model_path: Path, root: str, child: Child, stage: Stage) -> Server:
     started = last_echo = time.monotonic()
+    watch = stall.Watch(engine, child)
     while True:
         stage.check_stop()
         if child.poll() is not None:
@@ -101,6 +102,7 @@ def _wait_until_ready(engine: EngineOptions, model_path: Path, root: str, child:
                 found=child.tail(),
                 fix="raise --engine-startup-timeout-min if it was still loading",
             )
+        watch.check()
         if now - last_echo >= _ECHO_EVERY_S:
             last_echo = now
             logger.info("waiting for the engine (%s): %s", duration(now - started), child.tail(1)[-200:])

@@ -18,7 +18,7 @@ from eagle3.common.options import EngineOptions, ModelOptions
 from eagle3.common.processes import Child
 from eagle3.common.stage import Stage
 from eagle3.drafter.verifier import Verifier
-from eagle3.engines import arguments, defaults
+from eagle3.engines import arguments, defaults, stall
 from eagle3.states.collecting import Collected, Collector
 from eagle3.states.settings import CaptureSettings
 from eagle3.states.slabs import Receiver
@@ -84,7 +84,7 @@ class Capture:
     """
 
     def __init__(self, stage: Stage, engine: EngineOptions, store: StateStore, settings: CaptureSettings) -> None:
-        self._stage, self._store, self._settings = stage, store, settings
+        self._stage, self._engine, self._store, self._settings = stage, engine, store, settings
         self._timeout_s = engine.startup_timeout_min * 60
         inside = settings.backend == "vllm"
         python = engine.python if inside else None
@@ -186,12 +186,15 @@ class Capture:
 
     def _receive(self, timeout_s: float, waiting: str = "") -> dict[str, Any]:
         deadline, next_echo = time.monotonic() + timeout_s, time.monotonic() + 30
+        watch = stall.Watch(self._engine, self._child) if waiting else None
         while time.monotonic() < deadline:
             if waiting:
                 self._stage.check_stop()
             try:
                 line = self._replies.get(timeout=0.2)
             except Empty:
+                if watch:
+                    watch.check()
                 if waiting and time.monotonic() > next_echo:
                     next_echo += 30
                     logger.info("%s: %s", waiting, self._child.tail(1)[-160:])

@@ -38,7 +38,7 @@ class KeyRefused(PreconditionError):
     """The server does not accept the API key: nothing that is asked of it will succeed."""
 
     def __init__(self, url: str, found: str) -> None:
-        super().__init__("the server refuses the API key", where=url, found=_without_key(found),
+        super().__init__("the server refuses the API key", where=url, found=without_key(found),
                          fix="set OPENAI_API_KEY and run again")
 
 
@@ -70,7 +70,7 @@ def served_model(url: str, name: str | None) -> ServedModel:
         if getattr(error, "code", 0) in (401, 403):
             raise KeyRefused(url, str(error)) from None
         raise PreconditionError(
-            "no OpenAI-compatible server answers", where=url, found=_without_key(str(error)),
+            "no OpenAI-compatible server answers", where=url, found=without_key(str(error)),
             fix="start it, correct --endpoint, or let this stage start one with --serve",
         ) from None
     if name is None and len(listed) == 1:
@@ -130,7 +130,7 @@ class Wire:
         try:
             return parse_reply(await self._send(messages, fields, optional), think_tags)
         except BadReply as error:
-            raise BadReply(error.reason, _without_key(error.detail)) from None
+            raise BadReply(error.reason, without_key(error.detail)) from None
         except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
             raise KeyRefused(self.url, _words(error)) from None
         except openai.APIStatusError as error:
@@ -139,9 +139,9 @@ class Wire:
         except openai.APITimeoutError:
             raise RequestFailed("time-out", f"no reply in {self._timeout_s:g} s") from None
         except openai.APIConnectionError as error:
-            raise RequestFailed("no connection", _without_key(str(error.__cause__ or error))) from None
+            raise RequestFailed("no connection", without_key(str(error.__cause__ or error))) from None
         except (openai.OpenAIError, ValueError, RecursionError) as error:  # a body that is no text, a request no JSON
-            raise RequestFailed("no exchange", _without_key(f"{type(error).__name__}: {error}"[:300])) from None
+            raise RequestFailed("no exchange", without_key(f"{type(error).__name__}: {error}"[:300])) from None
 
     async def _send(self, messages: list[dict[str, Any]], fields: dict[str, Any], optional: dict[str, Any]) -> str:
         """Return the body of the answer; a refusal that names optional fields is met by leaving them out.
@@ -229,9 +229,10 @@ def _words(error: Any) -> str:
         said = words_of(json.loads(error.response.text))
     except (ValueError, RecursionError, AttributeError):
         said = ""
-    return _without_key(said or str(error.message)[:500].replace("\n", " "))
+    return without_key(said or str(error.message)[:500].replace("\n", " "))
 
 
-def _without_key(text: str) -> str:
+def without_key(text: str) -> str:
+    """Return a text without the key that was sent: servers repeat it in errors."""
     key = servers.api_key()
     return text if key == "EMPTY" else text.replace(key, "***")

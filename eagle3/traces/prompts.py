@@ -21,6 +21,7 @@ from eagle3.traces import sources
 from eagle3.traces.prompt_rows import Conversation, Dropped, Malformed, Reader, given_id
 
 _CHECK_ROWS = 256  # rows between two looks at whether to stop
+Shape = Callable[[sources.Placed], sources.Placed]
 
 
 @dataclass
@@ -73,8 +74,8 @@ class PromptSource:
     prompts are deduplicated), and one byte a row stays for which of them are kept.
     """
 
-    def __init__(self, section: GenerateSection, limit: int | None = None) -> None:
-        """Find the source; `limit` takes only its first rows.
+    def __init__(self, section: GenerateSection, limit: int | None = None, shape: Shape | None = None) -> None:
+        """Find the source; `limit` takes only its first rows, `shape` makes of each what this reads.
 
         Raises:
             PreconditionError: there is no such file, folder or dataset.
@@ -82,7 +83,8 @@ class PromptSource:
         """
         self.name, self._section, self._limit = section.prompts, section, limit
         self._read = Reader(section.turns, section.role_map)
-        self._rows = sources.open_rows(section.prompts, section.prompt_split)
+        rows = sources.open_rows(section.prompts, section.prompt_split)
+        self._rows = (lambda: map(shape, rows())) if shape else rows
         self._kept = bytearray()
         self._counts: Counts | None = None
 
@@ -208,13 +210,13 @@ class Prompt:
     source: str
 
 
-def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
+def read_prompts(path: Path, limit: int | None = None, shape: Shape | None = None) -> list[Prompt]:
     """Return the prompts of the first `limit` rows of a source, in its order, all in memory.
 
     Of a row of user turns it is the first one: the others ask about replies that are yet to be generated.
     Raises PreconditionError as PromptSource does. Rows that are equal throughout and have no id are asked once.
     """
-    source = PromptSource(GenerateSection(prompts=str(path)), limit)
+    source = PromptSource(GenerateSection(prompts=str(path)), limit, shape)
     counts = source.scan()
     if counts.dropped:
         logger.info("%s: %s", path, counts.line())

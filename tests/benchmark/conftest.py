@@ -32,7 +32,7 @@ def bench(tmp_path, monkeypatch):
             sys.executable, "06_benchmark.py", "--model", str(tmp_path / "verifier"), "--prompts",
             str(tmp_path / "prompts.jsonl"), "--run-dir", str(tmp_path / "run"), "--engine-python", python,
             "--drafter", str(tmp_path / "drafter"), "--concurrency", "1", "4", "--max-tokens", "20",
-            "--no-predict", "--no-preflight", "--engine-env", json.dumps(engine_env), *arguments,
+            "--no-predict", "--no-preflight", "--no-baseline-again", "--engine-env", json.dumps(engine_env), *arguments,
         ]  # fmt: skip
 
     def run(*arguments, **env):

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 from support.project import ROOT
 
+from eagle3.common import files
 from eagle3.common.options import EngineOptions
 from eagle3.engines import launch
 
@@ -62,6 +63,96 @@ def test_other_options_are_refused(bench):
     assert changed.returncode == 3 and "benchmark.max_tokens: 20 → 21" in changed.stderr
     (bench.here / "drafter/model.safetensors").write_bytes(b"another")
     assert "input drafter" in bench.run("--concurrency", "1").stderr
+
+
+def test_another_draft_token_count_keeps_what_is_measured(bench):
+    arguments = ("--concurrency", "1", "--baseline-again")
+    first = bench.run(*arguments)
+    assert first.returncode == 0, first.stderr
+    assert [run["name"] for run in bench.results()["runs"]] == ["baseline_c1", "drafter-3_c1", "baseline-again_c1"]
+    before = {path.name: path.read_bytes() for path in (bench.out / "runs").iterdir()}
+    asked = len(bench.requests())
+    foreseen = bench.run(*arguments, "--draft-tokens", "3", "5", "--dry-run")
+    assert "2 measurements (2 are done): 12 requests, at most 240 tokens" in foreseen.stderr, foreseen.stderr
+    assert foreseen.stderr.count("INFO    starts") == 2 and "drafter-5" in foreseen.stderr
+    wider = bench.run(*arguments, "--draft-tokens", "3", "5")
+    assert wider.returncode == 0, wider.stderr
+    assert "drafter-3_c1 is measured already" in wider.stderr
+    results = bench.results()
+    assert [run["name"] for run in results["runs"]] == ["baseline_c1", "drafter-3_c1", "drafter-5_c1",
+                                                       "baseline-again_c1"]
+    assert results["runs"][3]["measurements"] == ["baseline-again_c1", "baseline-again_c1-2"]
+    assert all((bench.out / "runs" / name).read_bytes() == content for name, content in before.items())
+    assert len(bench.requests()) == asked + 2 * (2 + PROMPTS)  # the new drafter, and the end once more
+    assert results["drift"][0]["change"] == pytest.approx(
+        json.loads((bench.out / "runs/baseline-again_c1-2.json").read_text())["tokens_per_s"]
+        / results["runs"][0]["tokens_per_s"] - 1)
+    assert bench.run(*arguments, "--draft-tokens", "3", "5", "--max-tokens", "21").returncode == 3
+    as_of_an_earlier_version(bench)
+    asked = len(bench.requests())
+    kept = bench.run("--concurrency", "1", "--draft-tokens", "3", "5")
+    assert kept.returncode == 0 and len(bench.requests()) == asked, kept.stderr
+    assert {run["draft_tokens"] for run in bench.results()["runs"]} == {0, 3, 5}
+
+
+def as_of_an_earlier_version(bench):
+    """Rewrite a finished stage as it was when its measurements carried the fingerprint of the whole."""
+    manifest = bench.manifest()
+    identity = json.loads((bench.out / "runs/baseline_c1.json").read_text())["prompts_identity"]
+    axes = {"benchmark.draft_tokens": [3, 5], "benchmark.concurrency": [1], "benchmark.temperature": 0.0,
+            "benchmark.prompts": "prompts.jsonl", "benchmark.predict": False, "input prompts": identity}
+    manifest["fingerprint_basis"] |= axes
+    manifest["fingerprint"] = files.sha256_json(manifest["fingerprint_basis"])
+    (bench.out / "manifest.json").write_text(json.dumps({k: v for k, v in manifest.items() if k != "seal"}))
+    for path in (bench.out / "runs").iterdir():
+        run = json.loads(path.read_text())
+        if run["server"] == "baseline-again":
+            path.unlink()
+            continue
+        new = ("server", "temperature", "prompts", "prompts_identity", "control_identity", "repeat", "measured_at")
+        old = {name: value for name, value in run.items() if name not in new}
+        path.write_text(json.dumps(old | {"fingerprint": manifest["fingerprint"]}))
+
+
+def test_a_matrix_with_repeats_sets_and_a_control_in_one_run(bench):
+    questions = "".join(json.dumps({"question": f"What is {k} + {k}?", "answer": str(2 * k)}) + "\n" for k in range(3))
+    (bench.here / "test.jsonl").write_text(questions)
+    control = bench.here / "control"
+    control.mkdir()
+    for path in (bench.here / "drafter").iterdir():
+        (control / path.name).write_bytes(path.read_bytes() + b" ")
+    arguments = ("--concurrency", "2", "--temperature", "0", "0.7", "--repeats", "2", "--prompt-sets",
+                 f"gsm8k={bench.here / 'test.jsonl'}", "--control", str(control))
+    result = bench.run(*arguments, FAKE_PAUSE_S="0.002")
+    assert result.returncode == 0, result.stderr
+    results = bench.results()
+    names = [run["name"] for run in results["runs"]]
+    each = ["_c2", "_c2_t0.7", "_c2_gsm8k", "_c2_t0.7_gsm8k"]
+    assert names == [server + load for server in ("baseline", "drafter-3", "control-3") for load in each]
+    assert [len(run["measurements"]) for run in results["runs"]] == [2] * 12
+    asked = [request for request in bench.requests() if request["max_tokens"] == 20]
+    assert {(request["temperature"], request["seed"]) for request in asked} == {(0, 0), (0, 1), (0.7, 0), (0.7, 1)}
+    for run in results["runs"]:
+        assert run["requests"] == (3 if run["prompts"] == "gsm8k" else PROMPTS)
+        low, high = run["spread"]["tokens_per_s"]
+        assert low <= run["tokens_per_s"] <= high
+        assert 0 < run["first_token_s"]["median"] < run["latency_s"]["median"] <= run["latency_s"]["p99"]
+        chunks = 10 if run["draft_tokens"] else 19  # after the first, for 19 tokens
+        assert run["between_tokens_s"]["mean"] == pytest.approx(run["between_chunks_s"]["mean"] * chunks / 19)
+        if run["draft_tokens"]:
+            assert run["spread"]["speedup"][0] <= run["speedup"] <= run["spread"]["speedup"][1]
+            assert run["acceptance"]["drafts"] == 2 * 10 * run["requests"]
+            assert run["acceptance"]["error_from"] == "replies"  # whose chunks are as many as the rounds
+            assert 1.8 < run["tokens_per_chunk"] < 2 and ("lossless" in run) == (run["temperature"] == 0)
+        else:
+            assert run["tokens_per_chunk"] == 1
+    assert results["control"]["answer"] == "sound" and results["control"]["ours"]["length"] == 2.5
+    assert [(each["name"], each["prompts"]) for each in results["sets"]] == [("prompts", PROMPTS), ("gsm8k", 3)]
+    table = result.stderr.partition("INFO    results\n")[2].partition("INFO    report")[0]
+    assert "control 3" in table and "gsm8k" in table and "±" in table
+    assert max(map(len, table.splitlines()[:-1])) <= 120
+    kept = json.loads((bench.out / "runs/drafter-3_c2_t0.7_r2.json").read_text())
+    assert kept["sampling"]["sent"]["seed"] == 1 and kept["control_identity"] == ""
 
 
 def test_server_that_dies_midway_and_resume(bench):

@@ -6,6 +6,8 @@ import pytest
 from support.project import ROOT
 
 from eagle3.benchmark import plan
+from eagle3.common import config
+from eagle3.common.errors import UsageError
 from eagle3.common.options import BenchmarkOptions
 
 
@@ -37,11 +39,23 @@ def test_unfinished_export_is_refused_and_dry_run_writes_nothing(bench):
 def test_states_for_the_prediction_come_from_a_vllm():
     options = BenchmarkOptions()
     assert plan.capture_engine(options) is options.engine
-    options.benchmark.temperature = 0.7
+    options.benchmark.temperature = [0.7]
     assert plan.capture_engine(options) is None
-    options.benchmark.temperature = 0.0
+    options.benchmark.temperature = [0.0, 0.7]
     options.engine.kind, options.engine.args = "sglang", ["--attention-backend", "triton"]
     found = plan.capture_engine(options)  # this interpreter has it
     assert (found.kind, found.args) == ("vllm", [])
     options.benchmark.capture_python = "/usr/bin/python3"
     assert plan.capture_engine(options) is None
+
+
+def test_a_temperature_may_be_one_number_as_it_once_was(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("benchmark: {temperature: 0.7, draft_tokens: [3]}")
+    assert config.parse(BenchmarkOptions, ["--config", str(path)], "").benchmark.temperature == [0.7]
+    path.write_text("benchmark: {draft_tokens: 3}")
+    with pytest.raises(UsageError):
+        config.parse(BenchmarkOptions, ["--config", str(path)], "")
+    twice = config.parse(BenchmarkOptions, ["--model", "m", "--prompts", "p", "--temperature", "0", "0"], "")
+    with pytest.raises(UsageError, match="different numbers"):
+        plan.check_choices(twice)

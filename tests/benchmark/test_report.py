@@ -54,6 +54,48 @@ def test_report_renders_from_results_alone(tmp_path):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
+def wide_results():
+    """What a whole matrix gives at its widest: 16 draft tokens, long names, large figures, spreads."""
+    four = {"mean": 12.0, "median": 12.345, "p95": 23.456, "p99": 123.456}
+    each = {"latency_s": four, "s_per_token": four, "first_token_s": four, "tokens_per_chunk": 3.21, "prompts": "p",
+            "between_tokens_s": {name: value / 100 for name, value in four.items()},
+            "between_chunks_s": {name: value / 10 for name, value in four.items()},
+            "tokens_per_s": 12345.6, "tokens_per_s_per_user": 123.4, "joules_per_token": 12.34, "requests": 500,
+            "measurements": ["a", "b"], "temperature": 0.65, "concurrency": 256,
+            "spread": {"tokens_per_s": [12000.1, 13000.2], "tokens_per_s_per_user": [111.1, 133.3],
+                       "joules_per_token": [11.11, 13.33], "speedup": [1.111, 2.222]}}
+    shares = [0.9 ** k for k in range(1, 17)]
+    acceptance = {"length": 5.432, "error": 0.012, "by_position": shares, "conditional": [0.9] * 15 + [None],
+                  "drafts": 1234567.0, "used": 0.34}
+    runs = [{"server": "baseline", "draft_tokens": 0} | each, {"server": "baseline-again", "draft_tokens": 0} | each]
+    runs += [{"server": server, "draft_tokens": 16, "acceptance": acceptance, "speedup": 1.5, "difference": -0.012,
+              "predicted": {"length": 5.42, "by_position": shares, "rounds": 1}, "lossless": {
+                  "replies": 500, "identical": 499, "margins": {"a": {"within_noise": True}}}}
+             | each | {"prompts": "a-very-long-name-of-a-prompt-set", "temperature": temperature}
+             for server in ("drafter", "control") for temperature in (0.0, 0.65)]
+    return hand_made_results() | {
+        "schema_version": 2, "runs": runs, "settings": {"max_tokens": 100, "gpus": []},
+        "sets": [{"name": "gsm8k", "about": "word problems", "prompts": 1319, "path": "/data/" + 30 * "deep/"}],
+        "drift": [{"prompts": "gsm8k", "temperature": 0.0, "concurrency": 8, "start": 100.0, "end": 93.4,
+                   "change": -0.066}],
+        "control": {"answer": "training", "text": "only ours is low"}}
+
+
+def test_tables_of_a_whole_matrix_fit_a_terminal(tmp_path):
+    files.write_json(tmp_path / "results.json", wide_results())
+    result = render_again(tmp_path, PYTHONPATH=block_matplotlib(tmp_path))
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines)) <= 120
+    cut = [line for line in lines if line.endswith("…")]
+    assert len(cut) == 1 and "deep/" in cut[0]  # the path of a file, which the page has whole
+    for text in ("5.432 ±0.012", "1234567", "34%", "499 of 500, 1/1 noise", "12346 [12000–13000]", "1.50× [1.11–2.22]",
+                 "12.3 [11.1–13.3]", "90 81 73", "12.3/23.5/123", "123/235/1235", "/2346/12346", "a-very-long-n…",
+                 "-6.6%", "Control: only ours is low", "alone, end", "control 16"):
+        assert text in result.stdout, text
+        assert text in is_harmless(tmp_path / "report.html").text, text
+
+
 def test_report_without_matplotlib_keeps_the_tables(tmp_path):
     files.write_json(tmp_path / "results.json", hand_made_results())
     result = render_again(tmp_path, PYTHONPATH=block_matplotlib(tmp_path))
@@ -87,7 +129,9 @@ def test_a_text_in_any_field_stays_text_on_the_page_and_in_the_terminal(tmp_path
     for name in ("model", "drafter", "kind", "version", "gpu 0", "gpu 1", "prompts", "most", "same", "of"):
         assert name + SHOWN in page.text, name
     assert f"(identity id{SHOWN[:10]})" in page.text
-    assert f"same{SHOWN} of of{SHOWN}" in rendered.stdout and not any(map(hides, rendered.stdout))
+    cut = f"same{SHOWN} of of{SHOWN}"[:40]  # a row of a terminal ends at its width
+    assert cut in rendered.stdout and not any(map(hides, rendered.stdout))
+    assert max(map(len, rendered.stdout.splitlines())) <= 120
 
 
 def test_a_row_of_a_terminal_table_is_one_line():

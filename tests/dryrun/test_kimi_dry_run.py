@@ -80,9 +80,10 @@ WORDS = {
     "05": ["which has not been trained yet", "midlayer.self_attn.q_proj.weight [8192, 14336]",
            "fc.weight [7168, 21504]", "2.4 GB for vllm",
            "auxiliary layers [2, 30, 58], nested list [2, 30, 58]; positions up to 262,144"],
-    "06": ["which has not been exported yet", "baseline: ", "drafter-5: ", "drafter-10: ", "drafter-16: ",
+    "06": ["which has not been exported yet", "baseline (3 measurements, ", "drafter-5 (", "drafter-10 (",
+           "drafter-16 (", "baseline-again (3 measurements, ",
            '"num_speculative_tokens": 16}', "--no-enable-prefix-caching", "--tensor-parallel-size 8",
-           "2h02m: 5 loads of the verifier (4 servers, 1 for the prediction)"],
+           "2h27m: 6 loads of the verifier (5 servers, 1 for the prediction)"],
 }  # fmt: skip
 
 

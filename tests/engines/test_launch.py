@@ -1,6 +1,7 @@
 """Servers: started or attached, of the right model, ended with their workers and with the parent."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,8 @@ from support.project import ROOT
 
 from eagle3.common.errors import Interrupted, PreconditionError
 from eagle3.common.options import EngineOptions
-from eagle3.engines import launch, servers
+from eagle3.common.processes import Child
+from eagle3.engines import launch, servers, stall
 
 
 @pytest.fixture
@@ -23,9 +25,10 @@ def start(tmp_path, model):
     """Return a function that serves the model with a fake engine in some mode."""
     python = install(tmp_path)
 
-    def serve(mode="serve", *, args=(), timeout_min=1.0, check_stop=lambda: None, **env):
+    def serve(mode="serve", *, args=(), timeout_min=1.0, stall_min=5.0, check_stop=lambda: None, **env):
         env = {"FAKE_MODE": mode, "FAKE_LOG": str(tmp_path / "requests")} | env
-        engine = EngineOptions(python=python, env=env, args=list(args), startup_timeout_min=timeout_min)
+        engine = EngineOptions(python=python, env=env, args=list(args), startup_timeout_min=timeout_min,
+                               stall_min=stall_min)
         stage = SimpleNamespace(run_dir=tmp_path / "run", check_stop=check_stop)
         return launch.serve(engine, model, stage=stage, label="test")
 
@@ -87,6 +90,48 @@ def test_startup_timeout_and_signal_stop_the_waiting(start):
 
     with pytest.raises(Interrupted), start("hang", check_stop=stop):
         pytest.fail("it never listens")
+
+
+def test_an_engine_that_stands_still_is_noticed_looked_at_and_stopped(start, tmp_path):
+    tool = tmp_path / "py-spy"  # beside the engine's interpreter
+    tool.write_text('#!/bin/sh\necho "Thread $3: waiting in a fake all-reduce"\n')
+    tool.chmod(0o755)
+    with pytest.raises(PreconditionError, match="stands still") as error, start("hang", stall_min=0.03):
+        pytest.fail("it never listens")
+    said = str(error.value)
+    assert "fake engine starts" in said and "CUDA graphs: --enforce-eager" in said and "--engine-stall-min" in said
+    stacks = (tmp_path / "run/logs/test-server.stacks").read_text()
+    assert str(tmp_path / "run/logs/test-server.stacks") in said
+    (pid,) = set(re.findall(r"Thread (\d+): waiting", stacks))
+    assert gone([int(pid)], 10)
+    tool.unlink()
+    with pytest.raises(PreconditionError, match="py-spy is not installed"), start("hang", stall_min=0.03):
+        pytest.fail("it never listens")
+
+
+@pytest.mark.parametrize("mode", ["compute", "read"])
+def test_an_engine_that_works_in_silence_is_left_alone(start, mode):
+    with start(mode, stall_min=0.025) as server:  # three seconds of silence, twice as long as may be
+        assert server.kind == "vllm"
+
+
+def test_what_its_last_lines_speak_of_is_named_first(tmp_path):
+    log = tmp_path / "engine.log"
+    program = ("import time; print('Init torch distributed ends.'); print('Capture cuda graph begin.', flush=True); "
+               "time.sleep(600)")
+    with Child([sys.executable, "-c", program], log_path=log) as child:
+        watch = stall.Watch(EngineOptions(kind="sglang", stall_min=0.02), child)
+
+        def wait():
+            while True:
+                watch.check()
+                time.sleep(0.05)
+
+        with pytest.raises(PreconditionError) as error:
+            wait()
+    fix = error.value.parts["fix"]
+    assert "CUDA graphs (its log speaks of it): --disable-cuda-graph" in fix
+    assert fix.index("its log speaks of it") < fix.index("a port that") and "all-reduce, which some" in fix
 
 
 def test_attach_checks_the_model(start, model, tmp_path):

@@ -2,10 +2,12 @@
 
 `install(folder)` returns the path of the interpreter. Behaviour comes from the environment of the engine:
   FAKE_MODE      serve (default), exit (print and leave), hang (never listen), worker (start a child of its own),
+                 compute, read (do so silently for three seconds, then serve),
                  die (leave at the eleventh request, that is in the second measurement, but once),
                  deaf (listen, never answer chats)
   FAKE_MODEL     the model it says it serves; default: the one it was started for
   FAKE_METRICS   "no": no speculation counters
+  FAKE_PAUSE_S   seconds after each chunk of a stream
   FAKE_CHANGE    id number of the prompt that is answered differently with a drafter
 Every request is appended to FAKE_LOG as a JSON line, and with worker the two process ids.
 """
@@ -42,6 +44,13 @@ if mode == "exit":
     sys.exit(7)
 if mode == "hang":
     time.sleep(600)
+if mode in ("compute", "read"):  # without a word, for three seconds
+    ends = time.monotonic() + 3
+    while time.monotonic() < ends:
+        if mode == "read":
+            with open("/dev/zero", "rb") as zeros:
+                zeros.read(1 << 20)
+            time.sleep(0.1)
 if mode == "worker":
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     note(pids=[os.getpid(), child.pid])
@@ -61,6 +70,30 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
+    def stream(self, body, ids):
+        """Send the ids as vLLM does: a chunk a round, here of two tokens with a drafter after the first one."""
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream; charset=utf-8")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        size = 2 if options.speculative_config else 1
+        parts = [ids[:1]] + [ids[i:i + size] for i in range(1, len(ids), size)]
+        first = {"index": 0, "delta": {"role": "assistant", "content": ""}}
+        events = [{"prompt_token_ids": [1, 2, 3], "choices": [first]}]
+        for k, part in enumerate(parts):
+            words = " ".join(map(str, part))
+            reason = "length" if k == len(parts) - 1 else None
+            delta = {"content": words if k == 0 else " " + words}
+            events.append({"choices": [{"index": 0, "delta": delta, "token_ids": part, "finish_reason": reason}]})
+        events.append({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": len(ids)}})
+        for event in events:
+            event |= {"id": "x", "object": "chat.completion.chunk", "created": 0, "model": model}
+            self.wfile.write(b"data: " + json.dumps(event).encode() + b"\\n\\n")
+            self.wfile.flush()
+            time.sleep(float(os.environ.get("FAKE_PAUSE_S", 0)))
+        self.wfile.write(b"data: [DONE]\\n\\n")
+        self.close_connection = True
+
     def do_GET(self):
         if self.path == "/v1/models":
             self.send(json.dumps({"data": [{"id": model, "root": model, "owned_by": "vllm"}]}))
@@ -79,7 +112,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         text = body["messages"][-1]["content"]
-        note(text=text, max_tokens=body["max_tokens"], drafter=bool(options.speculative_config),
+        note(text=text, max_tokens=body["max_tokens"], drafter=bool(options.speculative_config), seed=body.get("seed"),
+             temperature=body.get("temperature"), pid=os.getpid(),
              authorization=self.headers["Authorization"])
         with lock:
             drafts[0] += 10
@@ -92,6 +126,8 @@ class Handler(BaseHTTPRequestHandler):
         ids = [len(text)] + list(range(body["max_tokens"] - 1))
         if options.speculative_config and text.endswith(os.environ.get("FAKE_CHANGE", "never")):
             ids[5] = 99
+        if body.get("stream"):
+            return self.stream(body, ids)
         self.send(json.dumps({
             "id": "x", "object": "chat.completion", "created": 0, "model": model, "prompt_token_ids": [1, 2, 3],
             "choices": [{"index": 0, "finish_reason": "length", "token_ids": ids,

@@ -14,6 +14,8 @@ The script is one JSON object:
   chat                      a `Chat` (in Python only) that makes the token ids and the counts of usage
   spelled                   with chat: each character as tokens of its own, so that ids differ and texts do not
   paths                     {path: body} of other GETs, such as /metrics
+  unstreamed                requests for a stream are answered whole
+  streams_lack              names of fields of the choice that a stream has not
   listed                    more fields of the model in /v1/models, such as owned_by
 A step may have: status, headers, message (an error); delay_s; reset (close without an answer); raw (a body as
 it stands, or an object); content, reasoning, finish_reason, tool_calls; reasoning_field; token_ids (false: none given);
@@ -120,6 +122,11 @@ class Stub:
         return prompt_ids, ids if reason == "stop" else ids[:-1]
 
 
+def _part(value: Any, k: int, count: int) -> Any:
+    """Return the k-th of `count` parts of a text or list."""
+    return value[len(value) * k // count : len(value) * (k + 1) // count]
+
+
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
@@ -182,8 +189,37 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(stub.script.get("refuses_status", 400), said)
         elif "raw" in step:
             self._send(200, step["raw"])
+        elif body.get("stream") and not stub.script.get("unstreamed"):
+            self._stream(stub.completion(body, text, step), step.get("chunks", 3))
         else:
             self._send(200, stub.completion(body, text, step))
+
+    def _stream(self, whole: dict[str, Any], count: int) -> None:
+        """Send a completion as a stream: texts and ids in `count` parts, the last with the reason, then the usage."""
+        (choice,), message = whole["choices"], whole["choices"][0]["message"]
+        lacking = self.server.stub.script.get("streams_lack", [])
+        choice = {name: value for name, value in choice.items() if name not in lacking}
+        rest = {name: value for name, value in choice.items() if name not in ("message", "token_ids", "finish_reason")}
+        head = {name: whole[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+        ids, reason = choice.get("token_ids"), choice.get("finish_reason")
+        events = [{"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}]
+        if "prompt_token_ids" in whole:
+            events[0]["prompt_token_ids"] = whole["prompt_token_ids"]
+        for k in range(count):
+            delta = {name: _part(value, k, count) for name, value in message.items()
+                     if name not in ("role", "tool_calls") and value}
+            if message.get("tool_calls") and k == 0:
+                delta["tool_calls"] = message["tool_calls"]
+            part = rest | {"delta": delta, "finish_reason": reason if k == count - 1 else None}
+            events.append({"choices": [part | ({"token_ids": _part(ids, k, count)} if ids else {})]})
+        events.append({"choices": [], "usage": whole.get("usage")})
+        lines = [b"data: " + json.dumps(head | event).encode() + b"\n\n" for event in events]
+        data = b"".join([*lines, b"data: [DONE]\n\n"])
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
 
     def _send(self, status: int, value: Any, headers: dict[str, str] | None = None) -> None:
         data = value.encode() if isinstance(value, str) else json.dumps(value).encode()

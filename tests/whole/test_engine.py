@@ -126,7 +126,7 @@ def test_the_whole_pipeline_and_a_second_run(smollm, tmp_path):
     train_prompts.write_text("".join((ROOT / "prompts" / "train.jsonl").read_text().splitlines(keepends=True)[:24]))
     config["generate"] |= {"prompts": str(train_prompts), "max_tokens": 32}
     config["train"] |= {"epochs": 2, "batch_tokens": 512, "validation_fraction": 0.1}
-    config["benchmark"] |= {"prompts": str(prompts), "max_tokens": 32, "concurrency": [4]}
+    config["benchmark"] |= {"prompts": str(prompts), "max_tokens": 32, "concurrency": [4], "baseline_again": False}
     path = tmp_path / "small.yaml"
     path.write_text(yaml.safe_dump(config))
     run_dir = tmp_path / "run"
@@ -154,6 +154,7 @@ def test_the_tiny_kimi_reasons_and_its_drafter_is_accepted(tmp_path):
     for name, count in (("generate", 300), ("benchmark", 44)):
         config[name]["prompts"] = str(tmp_path / f"{name}.jsonl")
         (tmp_path / f"{name}.jsonl").write_text("".join(lines[name][:count]))
+    config["benchmark"]["baseline_again"] = False
     path, run_dir = tmp_path / "tiny.yaml", tmp_path / "run"
     path.write_text(yaml.safe_dump(config))
     command = [ROOT / "run.sh", "--python", sys.executable, "--config", path, "--run-dir", run_dir]
