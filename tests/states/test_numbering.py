@@ -9,7 +9,7 @@ from eagle3.states.numbering import number_traces
 
 
 def row(name, digest="d", tokens=4):
-    return name, f"{name}-{digest}", list(range(tokens)), [0, *[1] * (tokens - 1)]
+    return name, f"{name}-{digest}", list(range(tokens)), [0, *[1] * (tokens - 1)], "s"
 
 
 def numbered(rows, index=None, **more):
