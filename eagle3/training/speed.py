@@ -20,8 +20,8 @@ _PEAKS = {"GB200": 2.5e15, "B200": 2.25e15, "H200 NVL": 835e12, "H200": 989e12, 
 
 def peak(name: str) -> float | None:
     """Return the dense bfloat16 peak [FLOP/s] of a card by its name, None where it is not known."""
-    words = name.split()
-    return next((flops for part, flops in _PEAKS.items() if set(part.split()) <= {*words, name}), None)
+    words = name.replace("-", " ").split()
+    return next((flops for part, flops in _PEAKS.items() if set(part.split()) <= {*words}), None)
 
 
 def operations(model: Any, batch: Batch | None, steps: int) -> int:

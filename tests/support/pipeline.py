@@ -84,7 +84,7 @@ def manifest(folder: Path) -> dict:
 
 
 def tree(folder: Path) -> dict[str, str]:
-    """Return {relative path: hash} of what a stage leaves behind, without what names the run itself and how fast it was."""
+    """Return {relative path: hash} of what a stage leaves behind, without what names the run and its speed."""
     skip = {"manifest.json", "progress.json", ".lock"}
     hashes = {
         str(path.relative_to(folder)): files.sha256_file(path)
