@@ -270,7 +270,8 @@ def _measurements(bench: Path) -> list[dict[str, Any]]:
 
 def _main(measured: list[dict[str, Any]], train: Manifest) -> dict[str, Any] | None:
     """Return the measurement closest to what training promised: its draft-token count, predicted if any is."""
-    wanted = ((train.get("options") or {}).get("train") or {}).get("draft_tokens") or 3
+    given = ((train.get("options") or {}).get("train") or {}).get("draft_tokens")
+    wanted = max(train.get("draft_tokens") or [given or 3])  # older versions promised one count, of the options
     return min(measured, key=lambda run: (abs(run["draft_tokens"] - wanted), not run.get("predicted")), default=None)
 
 

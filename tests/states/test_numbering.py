@@ -75,7 +75,7 @@ def test_a_limit_leaves_what_is_captured():
 
 
 def test_what_is_left_out_is_counted_and_nothing_left_is_an_error():
-    empty = ("e", "e-d", [1, 2], [0, 0])
+    empty = ("e", "e-d", [1, 2], [0, 0], "s")
     result = numbered([row("a"), row("long", tokens=101), empty])
     assert result.skipped == {"too_long": 1, "nothing_generated": 1}
     with pytest.raises(PreconditionError, match="no trace can be captured"):
