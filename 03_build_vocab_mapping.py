@@ -135,6 +135,8 @@ def text_of(token: int, chat: "Chat | None") -> str | None:
 def open_stage(options: VocabOptions, stage: Stage, upstream: dict[str, Any], facts: verifier.Verifier,
                taken: "tuple[np.ndarray, np.ndarray] | None") -> bool:
     """Open the stage; a mapping that is taken counts as an input and decides the size."""
+    from eagle3.drafter import vocab
+
     inputs = {"traces": upstream["identity"]}
     results = config.result_options(options) | {"common.limit": stage.common.limit, "vocab_size": facts.vocab_size}
     if not options.vocab.pin:
@@ -142,7 +144,7 @@ def open_stage(options: VocabOptions, stage: Stage, upstream: dict[str, Any], fa
     if taken is not None:
         inputs["mapping"] = hashlib.sha256(taken[1].tobytes()).hexdigest()
         results["vocab.draft_vocab_size"] = len(taken[0])
-    return stage.open(inputs=inputs, results=results)
+    return stage.open(inputs=inputs, results=results, holds=(stage.directory / vocab.MAPPING).exists)
 
 
 def load_chat(options: VocabOptions) -> "Chat | None":

@@ -207,7 +207,7 @@ class VocabSection:
 
     traces: str | None = option(None, "traces; default: the run's 01_traces", path=True, results=False)
     draft_vocab_size: int = option(32000, "tokens the drafter can propose", unit="tokens", minimum=1)
-    pin: list[str] = option([], "tokens that go in however rarely they were generated: ids, or texts of one token each, quoted as one word")
+    pin: list[str] = option([], "tokens that go in however rarely they were generated: ids, or texts of one token each")
     from_checkpoint: str | None = option(
         None, "take the vocabulary of this published drafter instead of choosing one (for 04_train.py --init-from)",
         path=True, results=False,  # its mapping itself is in the fingerprint

@@ -155,7 +155,8 @@ def test_pins_and_padding(tiny_model, tmp_path):
     assert t2d[result["pinned"]].all() and "1 places of the draft vocabulary are padding" in log
     assert (tmp_path / "03_vocab" / coverage.PAGE).read_text().count("<svg") == 1
     for wrong in (str(size + 64), "several words of text"):
-        refused = run_stage("03_build_vocab_mapping.py", *common, "--pin", f"'{wrong}'", "--out", tmp_path / "x", check=3)
+        refused = run_stage("03_build_vocab_mapping.py", *common, "--pin", f"'{wrong}'", "--out", tmp_path / "x",
+                            check=3)
         assert "not a token of the verifier" in refused.stderr and wrong in refused.stderr
     changed = run_stage("03_build_vocab_mapping.py", *common, "--draft-vocab-size", 64, check=3)
     assert "vocab.pin" in changed.stderr
