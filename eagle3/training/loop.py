@@ -147,9 +147,10 @@ class Loop:
 
     def skipped(self, why: str, numbers: list[int]) -> dict[str, Any]:
         """Name a skipped step's samples; return what its metrics say."""
-        logger.warning("step %d is skipped, number %d in all and %d in a row: %s; its samples: %s",
-                       self.counters["step"], self.counters["skipped_steps"], self.counters["skipped_in_a_row"], why,
-                       named(numbers))
+        if self.first:
+            logger.warning("step %d is skipped, number %d in all and %d in a row: %s; its samples: %s",
+                           self.counters["step"], self.counters["skipped_steps"], self.counters["skipped_in_a_row"],
+                           why, named(numbers))
         return {"skipped": why, "samples": numbers}
 
     def give_up(self) -> None:
@@ -175,7 +176,7 @@ class Loop:
         if not found:
             return
         store, out = self.trainer.store, {*self.trainer.left_out, *found}
-        for number, reason in found.items():
+        for number, reason in found.items() if self.first else ():
             logger.error("sample %d is left out: %s (%s)", number, store.path(number), reason)
         if len(out) > self.options.max_failures:
             if self.rows:  # else it is what the newest checkpoint has
