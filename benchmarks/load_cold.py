@@ -44,6 +44,7 @@ def main() -> int:
 
     from eagle3.states.store import StateStore, load_dataset
     from eagle3.training import batches
+    from eagle3.training.prefetch import Prefetcher
 
     if given.scratch:
         store, samples = write_states(given)
@@ -57,7 +58,7 @@ def main() -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def batches_of() -> Iterator[object]:
-        with ThreadPoolExecutor(READERS) as readers, contextlib.closing(batches.Prefetcher(
+        with ThreadPoolExecutor(READERS) as readers, contextlib.closing(Prefetcher(
                 packed, lambda members: batches.collate(store, members, given.batch_tokens, 3, True, device, None,
                                                         readers))) as loader:
             yield from loader

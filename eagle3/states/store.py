@@ -251,6 +251,17 @@ class StateStore:
                           "they are of other layers than the manifest says")
         return stored
 
+    def read_tokens(self, number: int, first: int, stop: int) -> "Stored":
+        """Return some tokens of a sample, as they lie in its file; nothing else of it is read."""
+        from safetensors import safe_open
+
+        try:
+            with safe_open(self.path(number), framework="pt") as file:
+                hidden, ids = (file.get_slice(name)[first:stop] for name in ("hidden_states", "token_ids"))
+                return Stored(hidden, file.get_slice(SCALES)[first:stop] if SCALES in [*file.keys()] else None, ids)
+        except Exception as error:
+            raise damaged(self.path(number), error) from error
+
     def last_teacher(self, number: int) -> "torch.Tensor":
         """Return the teacher state [H] of a sample's last token, decoded as `load` does; only that row is read."""
         import torch

@@ -1,4 +1,4 @@
-"""Which samples train together: split, packing, order, and loading ahead.
+"""Which samples train together: split, packing, order.
 
 Everything is a function of the sample list, the seed and the epoch, so a resumed run continues with exactly
 the batches that an undisturbed one would have seen, and the same sums come out on one process or many.
@@ -6,11 +6,8 @@ the batches that an undisturbed one would have seen, and the same sums come out 
 
 import functools
 import hashlib
-import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
-from queue import Full, Queue
 from typing import Any
 
 import numpy as np
@@ -279,7 +276,9 @@ def collate(
 
 
 def _read(store: StateStore, sample: TrainingSample, length: int, *, verify: bool, pin: bool) -> Stored:
-    """Return the tokens that `length` positions of a sample read."""
+    """Return the tokens that `length` positions of a sample read; of a chunk only those, once its file is proved."""
+    if not verify and (sample.start or sample.own is not None):
+        return store.read_tokens(sample.i, sample.start, sample.start + length + 1)
     stored = store.read(sample.i, sample.sha256 if verify else None, pin=pin)
     if verify and sample.token_hash not in (None, token_hash(stored.ids.numpy())):
         raise damaged(store.path(sample.i), "its token ids are not those of its row in the dataset")
@@ -308,41 +307,3 @@ def _judged(mask: np.ndarray, learned: np.ndarray, rows: np.ndarray, steps: int
         judged = np.flatnonzero(alive[rows])
         result.append((torch.from_numpy(judged), torch.from_numpy(place[rows[judged] + step])))
     return result
-
-
-class Prefetcher:
-    """Runs `load(item)` for each item in a thread, a few ahead of the consumer, in order."""
-
-    def __init__(self, items: list, load: Callable[[Any], Any], depth: int = 2) -> None:
-        self._items, self._load = items, load
-        self._queue: Queue[Any] = Queue(depth)
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        for item in self._items:
-            try:
-                value = self._load(item)
-            except BaseException as error:  # noqa: BLE001 - handed to the consumer
-                value = error
-            while not self._closed.is_set():
-                try:
-                    self._queue.put(value, timeout=0.1)
-                    break
-                except Full:
-                    continue
-            if self._closed.is_set() or isinstance(value, BaseException):
-                return
-
-    def __iter__(self) -> Iterator[Any]:
-        for _ in self._items:
-            value = self._queue.get()
-            if isinstance(value, BaseException):
-                raise value
-            yield value
-
-    def close(self) -> None:
-        """Stop loading ahead."""
-        self._closed.set()
-        self._thread.join(timeout=10)

@@ -12,7 +12,7 @@ from eagle3.common.log import logger
 from eagle3.common.stage import Stage
 from eagle3.drafter import verifier
 from eagle3.states.store import capture_again
-from eagle3.training import checkpoints, spikes
+from eagle3.training import checkpoints, spikes, validation
 from eagle3.training.batches import Batch, TrainingSample
 from eagle3.training.curves import Curves
 from eagle3.training.schedule import Schedule, learning_rate, supervised
@@ -91,16 +91,7 @@ class Loop:
         result = self.trainer.validate(self.held_out, self.stage.check_stop if single else None)
         self.leave_out_damaged([self.held_out])
         self.rows.append({"kind": "validation", "step": self.counters["step"], "epoch": epoch, **result})
-        logger.info(
-            "%s: validation loss %.4f, accuracy by step %s, given the one before %s; predicted acceptance length %.3f "
-            "at %d draft tokens (by position %s); by draft tokens %s%s",
-            f"epoch {epoch}" if epoch else "before training", result["loss"],
-            percentages(result["accuracy_by_step"]), percentages(result["conditional_accuracy"]),
-            result["acceptance"]["length"], max(self.trainer.served), percentages(result["acceptance"]["by_position"]),
-            ", ".join(f"{count}: {length:.3f}" for count, length in result["lengths"].items()),
-            "".join(f"; {what}: " + ", ".join(f"{name} {each['length']:.3f}" for name, each in result[key].items())
-                    for key, what in (("by_source", "by source"), ("by_context", "by position in the context"))
-                    if len(result[key]) > 1))
+        logger.info("%s: %s", f"epoch {epoch}" if epoch else "before training", validation.say(result))
         if self.first:
             self.tracker.log(self.rows[-1])
         return result
@@ -201,10 +192,10 @@ class Loop:
         self.tracker.log(self.rows[-1])
         progress.update(1, note=f"loss {figures['loss']:.4f}, {speed['tokens_per_s']:,.0f} tok/s")
         if step % self.options.log_every_steps == 0:
+            shares = (validation.percentages(figures[name]) for name in ("accuracy_by_step", "conditional_accuracy"))
             logger.info("step %d/%d (%.0f%%) loss %.4f, accuracy by step %s, given the one before %s, lr %.2e, grad "
-                        "norm %.3f, %s", step, total, 100 * step / total, figures["loss"],
-                        percentages(figures["accuracy_by_step"]), percentages(figures["conditional_accuracy"]),
-                        figures["lr"], figures["grad_norm"], say(speed))
+                        "norm %.3f, %s", step, total, 100 * step / total, figures["loss"], *shares, figures["lr"],
+                        figures["grad_norm"], say(speed))
 
     def save_if_due(self) -> None:
         """Save in the middle of an epoch when it is time, or when a signal asks to stop."""
@@ -292,17 +283,12 @@ class Loop:
                            "try a lower --lr, or more samples", served_length(start))
 
 
-def served_length(validation: dict[str, Any]) -> float:
+def served_length(result: dict[str, Any]) -> float:
     """Return what chooses the best checkpoint: the predicted length, a mean over the served draft-token counts.
     Results of older versions have one count."""
-    return validation.get("length", validation["acceptance"]["length"])  # type: ignore[no-any-return]
+    return result.get("length", result["acceptance"]["length"])  # type: ignore[no-any-return]
 
 
 def named(numbers: list[int]) -> str:
     """Return sample numbers for a message."""
     return ", ".join(map(str, numbers[:20])) + f" and {len(numbers) - 20} more" * (len(numbers) > 20)
-
-
-def percentages(values: list[float]) -> str:
-    """Return shares as 38.0 / 15.7 / 6.4%."""
-    return " / ".join(f"{100 * value:.1f}" for value in values) + "%"

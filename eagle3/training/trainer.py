@@ -22,9 +22,10 @@ from eagle3.common import workers
 from eagle3.common.options import TrainSection
 from eagle3.states.store import DamagedStates, StateStore
 from eagle3.training import ttt
-from eagle3.training.batches import Batch, Prefetcher, TrainingSample, collate, pack
+from eagle3.training.batches import Batch, TrainingSample, collate, pack
 from eagle3.training.checkpoints import trainable
 from eagle3.training.optimizer import FusedAdamW, make_optimizer
+from eagle3.training.prefetch import Prefetcher
 from eagle3.training.sharding import Objective, clip, gradient_norms, shard, vectors
 from eagle3.training.validation import Tally
 

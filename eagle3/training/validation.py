@@ -75,3 +75,20 @@ class Tally:
 def _lengths(names: Any, counts: list[Acceptance]) -> dict[str, Any]:
     return {name: {"length": each.length, "rounds": each.rounds}
             for name, each in zip(names, counts, strict=True) if each.rounds}
+
+
+def say(figures: dict[str, Any]) -> str:
+    """Return the figures as a part of a log line."""
+    at, accuracy, given = (figures[name] for name in ("acceptance", "accuracy_by_step", "conditional_accuracy"))
+    shares = "".join(f"; {what}: " + ", ".join(f"{name} {each['length']:.3f}" for name, each in figures[key].items())
+                     for key, what in (("by_source", "by source"), ("by_context", "by position in the context"))
+                     if len(figures[key]) > 1)
+    return (f"validation loss {figures['loss']:.4f}, accuracy by step {percentages(accuracy)}, given the one before "
+            f"{percentages(given)}; predicted acceptance length {at['length']:.3f} at {len(at['by_position'])} draft "
+            f"tokens (by position {percentages(at['by_position'])}); by draft tokens " + ", ".join(f"{count}: {length:.3f}" for count, length in figures["lengths"].items())
+            + shares)
+
+
+def percentages(values: list[float]) -> str:
+    """Return shares as 38.0 / 15.7 / 6.4%."""
+    return " / ".join(f"{100 * value:.1f}" for value in values) + "%"

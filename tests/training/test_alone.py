@@ -201,6 +201,8 @@ def everything_of(store, samples, batch_tokens, steps):
     found, places = {}, {}
     for sample in samples:
         batch = batches.collate(store, [sample], batch_tokens, steps, verify=True)
+        later = batches.collate(store, [sample], batch_tokens, steps, verify=False)  # reads no more than it needs
+        assert all(torch.equal(getattr(batch, name), getattr(later, name)) for name in ("ids", "aux", "teacher"))
         for p, (place, aux) in enumerate(zip(batch.positions.tolist(), batch.aux, strict=True)):
             assert place == sample.start + p + 1
             places.setdefault((sample.i, place), aux)
