@@ -83,10 +83,10 @@ def say(figures: dict[str, Any]) -> str:
     shares = "".join(f"; {what}: " + ", ".join(f"{name} {each['length']:.3f}" for name, each in figures[key].items())
                      for key, what in (("by_source", "by source"), ("by_context", "by position in the context"))
                      if len(figures[key]) > 1)
+    by_count = ", ".join(f"{count}: {length:.3f}" for count, length in figures["lengths"].items())
     return (f"validation loss {figures['loss']:.4f}, accuracy by step {percentages(accuracy)}, given the one before "
             f"{percentages(given)}; predicted acceptance length {at['length']:.3f} at {len(at['by_position'])} draft "
-            f"tokens (by position {percentages(at['by_position'])}); by draft tokens " + ", ".join(f"{count}: {length:.3f}" for count, length in figures["lengths"].items())
-            + shares)
+            f"tokens (by position {percentages(at['by_position'])}); by draft tokens {by_count}{shares}")
 
 
 def percentages(values: list[float]) -> str:
