@@ -125,8 +125,8 @@ def results_of(options: TrainOptions, stage: Stage, states: Path, world: int) ->
     results |= {"train.batches_per_step": world * train.accumulation, "common.limit": stage.common.limit}
     served = served_draft_tokens(options, stage)
     results["train.draft_tokens"] = served[0] if len(served) == 1 else served
-    entries = StateStore(states).index().values()
-    if train.long_samples == "truncate" or all(entry["tokens"] - 1 <= train.batch_tokens for entry in entries):
+    lengths = [entry["tokens"] - 1 for entry in StateStore(states).index().values() if "bytes" in entry]
+    if train.long_samples == "truncate" or max(lengths, default=0) <= train.batch_tokens:
         del results["train.long_samples"]
     fresh = TrainOptions().train
     for name in ("max_steps", "spike_factor"):
