@@ -139,12 +139,12 @@ def open_once(options: TrainOptions, stage: Stage, upstream: dict[str, dict[str,
     """Lock and open the stage before any other process starts, or in the first of those that a launcher started."""
     train = options.train
     if workers.world() > 1:
-        if workers.rank() > 0:
-            logger.setLevel("WARNING")  # what all processes know is said once
-        if not workers.FOLDER:
+        if not workers.FOLDER and workers.local_rank() == 0:
             logger.info("process %d of %d waits for the others at %s:%s", workers.rank() + 1, workers.world(),
                         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
-        elif workers.rank() == 0:
+        if workers.rank() > 0:
+            logger.setLevel("WARNING")  # what all processes know is said once
+        elif workers.FOLDER:
             stage.join()
         if workers.FOLDER or workers.rank() > 0:
             return True
