@@ -167,13 +167,15 @@ def conclude(options: GenerateOptions, stage: Stage, ledger: "Ledger", figures: 
 
     Raises FailureLimitError when too many prompts failed or none gave a trace.
     """
-    from eagle3.traces import outcome
+    from eagle3.traces import outcome, token_counts
 
     stage.manifest["counts"] = figures
     outcome.say(ledger, figures, stage.manifest.get("tagged", 0))
     outcome.require_enough(stage.directory, figures, options.generate.max_failures)
     outcome.write_data_report(stage.directory, stage.manifest.get("closing_id"))
     outputs = {name: stage.directory / f"{name}.jsonl" for name in ("traces", "skipped")}
+    if ledger.tokens.write(counts := stage.directory / token_counts.FILE_NAME):
+        outputs["token_counts"] = counts
     stage.complete(counts=figures, outputs=outputs, content=ledger.content)
 
 

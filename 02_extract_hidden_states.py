@@ -118,11 +118,11 @@ def run(options: ExtractOptions, stage: Stage) -> None:
         )
 
 
-def read_rows(traces: Path) -> list[tuple[str, str, list[int], list[int]]]:
-    """Return (id, digest, token ids, loss mask) of every trace."""
+def read_rows(traces: Path) -> list[tuple[str, str, list[int], list[int], str]]:
+    """Return (id, digest, token ids, loss mask, source) of every trace."""
     from eagle3.traces import trace_rows
 
-    return [(row["id"], row["digest"], *trace_rows.sequence(row))
+    return [(row["id"], row["digest"], *trace_rows.sequence(row), row["source"])
             for row in trace_rows.read_traces(traces / "traces.jsonl")]
 
 

@@ -2,11 +2,15 @@
 
 Reads   02_states (or --states), 03_vocab (or --vocab), and of the verifier the embedding, norm and head.
 Writes  04_train/checkpoints/step_{n} with `best` and `last` pointing into it, each with the served form
-        (model.safetensors, config.json) and the float32 state for an exact resume; metrics.jsonl.
+        (model.safetensors, config.json) and the float32 state for an exact resume; metrics.jsonl, curves.html.
 Needs   one GPU, several with --gpus N, or a CPU for small models.
 
 Trained: fc, one decoder layer, norm, lm_head. After each epoch the held-out samples give the accuracy by TTT
-step and the predicted acceptance length: draft rounds walked as the engine will, no adding up of accuracies.
+step and the predicted acceptance length: draft rounds walked as the engine will, no adding up of accuracies, for each
+draft-token count, by source and by position in the context. `best` is the best at what stage 06 serves.
+
+Left alone it goes on: a step whose gradient is not finite or a spike is skipped, a sample with a damaged states file
+left out (--max-failures); both are named and counted. Texts longer than a batch are trained in chunks (--long-samples).
 
 --init-from continues a published drafter of any layout: its layer (heads, sizes, RoPE, positions) and its weights,
 the verifier's embedding and head, the vocabulary of 03_build_vocab_mapping.py --from-checkpoint. What it is worth
@@ -25,10 +29,11 @@ from typing import Any
 from eagle3.common import config, files, workers
 from eagle3.common.errors import PreconditionError, StaleError
 from eagle3.common.log import logger
-from eagle3.common.options import TrainOptions
+from eagle3.common.options import BenchmarkOptions, TrainOptions
 from eagle3.common.script import main
 from eagle3.common.stage import Stage
 from eagle3.drafter import verifier
+from eagle3.training import tracking
 from eagle3.training.lineage import check_lineage
 
 
@@ -44,10 +49,11 @@ def run(options: TrainOptions, stage: Stage) -> None:
         return look_ahead(options, stage)
     upstream = {"states": stage.upstream(states, "--states"), "vocab": stage.upstream(mapping, "--vocab")}
     check_lineage(upstream, facts, states, mapping, mapping_named=bool(train.vocab))
+    tracking.check(train.track)
     look_ahead(options, stage)
     if not workers.FOLDER:  # once, before any process is started
         check_start(options, stage, facts, upstream, mapping)
-    opened = open_once(options, stage, upstream)
+    opened = open_once(options, stage, upstream, states)
     if not opened and workers.world() == 1:
         return None
     if train.gpus > 1 and workers.world() == 1:
@@ -99,24 +105,50 @@ def check_start(options: TrainOptions, stage: Stage, facts: verifier.Verifier, u
         logger.warning("%s: %s", train.init_from, note)
 
 
-def open_once(options: TrainOptions, stage: Stage, upstream: dict[str, dict[str, Any]]) -> bool:
-    """Lock and open the stage before any other process starts, or in the first of those that a launcher started."""
-    train = options.train
-    if workers.world() > 1:
-        if workers.rank() > 0:
-            logger.setLevel("WARNING")  # what all processes know is said once
-        if not workers.FOLDER:
-            logger.info("process %d of %d waits for the others at %s:%s", workers.rank() + 1, workers.world(),
-                        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
-        elif workers.rank() == 0:
-            stage.join()
-        if workers.FOLDER or workers.rank() > 0:
-            return True
-    world = max(workers.world(), train.gpus)
-    results = config.result_options(options)
+def served_draft_tokens(options: TrainOptions, stage: Stage) -> list[int]:
+    """Return the draft-token counts that choose the best checkpoint."""
+    if options.train.draft_tokens:
+        return [options.train.draft_tokens]
+    given = ["--config", stage.common.config] if stage.common.config else []
+    benchmark = config.parse(BenchmarkOptions, given, "").benchmark
+    return sorted({count for count in benchmark.draft_tokens if count > 0}) or BenchmarkOptions().benchmark.draft_tokens
+
+
+def results_of(options: TrainOptions, stage: Stage, states: Path, world: int) -> dict[str, Any]:
+    """Return the options that change results. What an option changes nothing of, or does as versions without it did, is
+    not among them: results of those versions stay what they are."""
+    from eagle3.states.store import StateStore
+
+    train, results = options.train, config.result_options(options)
     for name in ("train.gpus", "train.accumulation"):
         del results[name]
     results |= {"train.batches_per_step": world * train.accumulation, "common.limit": stage.common.limit}
+    served = served_draft_tokens(options, stage)
+    results["train.draft_tokens"] = served[0] if len(served) == 1 else served
+    lengths = [entry["tokens"] - 1 for entry in StateStore(states).index().values() if "bytes" in entry]
+    if train.long_samples == "truncate" or max(lengths, default=0) <= train.batch_tokens:
+        del results["train.long_samples"]
+    fresh = TrainOptions().train
+    for name in ("max_steps", "spike_factor"):
+        if getattr(train, name) == getattr(fresh, name):
+            del results[f"train.{name}"]
+    return results
+
+
+def open_once(options: TrainOptions, stage: Stage, upstream: dict[str, dict[str, Any]], states: Path) -> bool:
+    """Lock and open the stage before any other process starts, or in the first of those that a launcher started."""
+    train = options.train
+    if workers.world() > 1:
+        if not workers.FOLDER and workers.local_rank() == 0:
+            logger.info("process %d of %d waits for the others at %s:%s", workers.rank() + 1, workers.world(),
+                        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
+        if workers.rank() > 0:
+            logger.setLevel("WARNING")  # what all processes know is said once
+        elif workers.FOLDER:
+            stage.join()
+        if workers.FOLDER or workers.rank() > 0:
+            return True
+    results = results_of(options, stage, states, max(workers.world(), train.gpus))
     identities = {name: manifest["identity"] for name, manifest in upstream.items()}
     identities["model"] = files.sha256_json(files.model_identity(Path(options.model.path)))
     if train.init_from:
@@ -144,6 +176,7 @@ def train_here(options: TrainOptions, stage: Stage, facts: verifier.Verifier, st
     from eagle3.drafter import network, vocab
     from eagle3.states.store import StateStore, load_dataset
     from eagle3.training import batches, checkpoints
+    from eagle3.training.long_samples import LONG, fit
     from eagle3.training.loop import Loop
     from eagle3.training.schedule import Schedule
     from eagle3.training.trainer import Processes, Trainer
@@ -154,21 +187,25 @@ def train_here(options: TrainOptions, stage: Stage, facts: verifier.Verifier, st
     if not processes.from_first(opened):
         return processes.stop()
     store = StateStore(states, len(layers))
-    samples = batches.read_samples(store, load_dataset(states), stage.common.limit)
-    training, held_out = batches.split(samples, train.validation_fraction, train.seed)
+    samples = batches.read_samples(store, load_dataset(states), stage.common.limit, missing=train.max_failures)
+    whole = batches.split(samples, train.validation_fraction, train.seed)
+    fitted = [fit(half, train.batch_tokens, train.long_samples, train.ttt_steps) for half in whole if half]
+    training, held_out = fitted[0].samples, fitted[1].samples if whole[1] else []
     schedule = Schedule(training, train, train.accumulation * processes.world)
     d2t, t2d = vocab.load_mapping(mapping / vocab.MAPPING)
     shape = network.layer_shape(facts, train.intermediate_size)
     model = (network.continue_from(Path(train.init_from), facts, layers) if train.init_from
              else network.build(facts, layers, d2t, t2d, shape, seed=train.seed)).to(processes.device)
-    trainer = Trainer(model, store, train, processes)
+    trainer = Trainer(model, store, train, processes, served_draft_tokens(options, stage))
     loop = Loop(stage, facts, trainer, schedule, held_out, layers)
     packed = schedule.packed(0)
     logger.info(
         "%d training and %d held-out samples; %d steps of %d batches x %d tokens, packed to %.1f%%; %s trained "
-        "parameters; %s", len(training), len(held_out), schedule.total_steps,
+        "parameters; %s%s", *map(len, whole), schedule.total_steps,
         schedule.batches_per_step, train.batch_tokens, 100 * batches.efficiency(packed, train.batch_tokens),
-        f"{sum(p.numel() for p in checkpoints.trainable(model).values()):,}", processes.device)
+        f"{sum(p.numel() for p in checkpoints.trainable(model).values()):,}", processes.device,
+        "".join(f"; {name}: {each.say(train.long_samples)}" for name, each in
+                zip(("training", "held out"), fitted, strict=False) if each.long_samples))
     try:
         loop.run()
     except torch.OutOfMemoryError as error:
@@ -176,7 +213,7 @@ def train_here(options: TrainOptions, stage: Stage, facts: verifier.Verifier, st
                                 fix="lower --batch-tokens and raise --accumulation by as much; nvidia-smi shows who "
                                 "else uses the GPU") from error
     if processes.rank == 0:
-        loop.complete(len(training))
+        loop.complete(len(whole[0]), **{name: sum(getattr(each, name) for each in fitted) for name in LONG})
     return processes.stop()  # not after an error: it might wait for the others, who wait for this one
 
 

@@ -271,7 +271,8 @@ def _measurements(bench: Path) -> list[dict[str, Any]]:
 
 def _main(measured: list[dict[str, Any]], train: Manifest) -> dict[str, Any] | None:
     """Return the measurement closest to what training promised: its draft-token count, greedy, predicted if any is."""
-    wanted = ((train.get("options") or {}).get("train") or {}).get("draft_tokens") or 3
+    given = ((train.get("options") or {}).get("train") or {}).get("draft_tokens")
+    wanted = max(train.get("draft_tokens") or [given or 3])  # older versions promised one count, of the options
     return min(measured, key=lambda run: (abs(run["draft_tokens"] - wanted), run.get("temperature", 0.0),
                                           not run.get("predicted")), default=None)
 

@@ -208,9 +208,12 @@ def _end_of_last_line(file: Any, size: int) -> int:
     return 0
 
 
-def read_jsonl(path: Path, start: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_jsonl(path: Path, start: int = 0, parse: Callable[[bytes], Any] | None = None
+               ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (line number, object) for each line; a missing file is empty, a torn last line is skipped.
 
+    Args:
+        start: byte to begin at. parse: what reads a line, default `parse_json`.
     Raises PreconditionError with the line number when a line in the middle is not a JSON object.
     """
     if not path.exists():
@@ -221,7 +224,7 @@ def read_jsonl(path: Path, start: int = 0) -> Iterator[tuple[int, dict[str, Any]
             if not line.endswith(b"\n"):
                 return
             try:
-                value = parse_json(line)
+                value = (parse or parse_json)(line)
                 if not isinstance(value, dict):
                     raise ValueError(f"a JSON {type(value).__name__}, not an object")
             except ValueError as error:

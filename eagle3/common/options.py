@@ -224,6 +224,7 @@ class VocabSection:
 
     traces: str | None = option(None, "traces; default: the run's 01_traces", path=True, results=False)
     draft_vocab_size: int = option(32000, "tokens the drafter can propose", unit="tokens", minimum=1)
+    pin: list[str] = option([], "tokens that go in however rarely they were generated: ids, or texts of one token each")
     from_checkpoint: str | None = option(
         None, "take the vocabulary of this published drafter instead of choosing one (for 04_train.py --init-from)",
         path=True, results=False,  # its mapping itself is in the fingerprint
@@ -241,20 +242,32 @@ class TrainSection:
         path=True,
     )
     epochs: int = option(5, "passes over the training samples", minimum=1)
+    max_steps: int | None = option(None, "end after this many optimizer steps, the learning rate with them",
+                                   unit="steps", minimum=1)
     lr: float = option(3e-5, "peak learning rate (AdamW)", minimum=0.0)
     warmup_ratio: float = option(0.01, "share of the steps with rising learning rate", minimum=0.0, maximum=1.0)
     min_lr_ratio: float = option(0.0, "learning rate at the end of the cosine, as a share of lr", minimum=0.0)
     weight_decay: float = option(0.01, "AdamW weight decay of matrices (none on norms)", minimum=0.0)
     adam_betas: list[float] = option([0.9, 0.95], "AdamW betas, both below 1", minimum=0.0, maximum=0.999999, length=2)
     max_grad_norm: float = option(1.0, "gradients are scaled down to this norm", minimum=0.0)
+    spike_factor: float = option(
+        10.0, "skip a step whose gradient norm is this many times the median of the last 100; 0: only one that is not "
+        "finite", minimum=0.0)
+    max_skipped_in_a_row: int = option(5, "stop after this many skipped steps in a row, with the checkpoint before "
+                                          "them", unit="steps", minimum=1, results=False)
     batch_tokens: int = option(8192, "tokens packed into one batch of one process", unit="tokens", minimum=8)
+    long_samples: str = option(
+        "chunk", "texts longer than a batch: trained in chunks at their true positions, cut at the batch's end, or "
+        "left out", choices=("chunk", "truncate", "drop"))
     accumulation: int = option(1, "batches summed up for one optimizer step", unit="batches", minimum=1)
     ttt_steps: int = option(3, "training-time-test steps: how many tokens ahead the drafter is trained", minimum=1)
     ttt_step_loss_decay: float = option(1.0, "weight of step k's loss is this to the power k", minimum=0.0)
     loss: str = option("kl_div", "training loss", choices=("kl_div", "ce"))
     intermediate_size: int | None = option(None, "width of the drafter's MLP; default: the verifier's dense one")
     validation_fraction: float = option(0.05, "share of samples held out", minimum=0.0, maximum=0.9)
-    draft_tokens: int = option(3, "draft tokens of the predicted acceptance length", unit="tokens", minimum=1)
+    draft_tokens: int | None = option(
+        None, "draft tokens whose predicted acceptance length chooses the best checkpoint; default: the mean over "
+        "benchmark.draft_tokens, which stage 06 serves", unit="tokens", minimum=1)
     seed: int = option(0, "seed of initialisation and data order")
     dtype: str = option("auto", "compute precision; auto: bfloat16 on GPUs, float32 on CPUs; weights are float32",
                         choices=("auto", "bfloat16", "float32"))
@@ -266,7 +279,15 @@ class TrainSection:
     )
     keep_checkpoints: int = option(2, "newest epoch-end checkpoints kept (best and last always)", minimum=1,
                                    results=False)
-    log_every_steps: int = option(10, "one log line every N steps", unit="steps", minimum=1, results=False)
+    keep_every: int | None = option(None, "checkpoint every N steps and keep it for good", unit="steps", minimum=1,
+                                    results=False)
+    max_failures: int = option(
+        0, "samples with damaged states that are named and left out, to be captured again; with more the run stops",
+        unit="samples", minimum=0, results=False)
+    log_every_steps: int = option(10, "one log line every N steps, and the accuracy of that step", unit="steps",
+                                  minimum=1, results=False)
+    track: list[str] = option([], "what else gets the figures: tensorboard, wandb, trackio, as far as installed; all "
+                              "without network unless their own variables say otherwise", results=False)
 
 
 @dataclass

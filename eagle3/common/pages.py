@@ -45,7 +45,7 @@ def visible(text: str) -> str:
 def document(title: str, *parts: Html) -> Html:
     """Return a whole page: the title as its heading, then the parts."""
     return Html(
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{_escaped(title)}</title>'
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escaped(title)}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}"><style>{_STYLE}</style></head>'
         f"<body>{heading(title, 1)}{''.join(parts)}</body></html>\n"
@@ -82,14 +82,15 @@ def table(head: list[str], rows: list[list[str]]) -> Html:
 def image(png: Path) -> Html:
     """Return a PNG file as an image whose bytes are in the page."""
     data = base64.b64encode(png.read_bytes()).decode()
-    return Html(f'<img alt="{_escaped(png.stem)}" src="data:image/png;base64,{data}">')
+    return Html(f'<img alt="{escaped(png.stem)}" src="data:image/png;base64,{data}">')
 
 
 def _tag(name: str, text: str) -> Html:
-    return Html(f"<{name}>{_escaped(text)}</{name}>")
+    return Html(f"<{name}>{escaped(text)}</{name}>")
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
+    """Return a text as it stands in a page."""
     return html.escape(visible(text))
 
 

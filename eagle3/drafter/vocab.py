@@ -42,12 +42,33 @@ def build_mapping(
             expected=f"from 1 to {size:,}",
             found=f"{draft_vocab_size:,}",
         )
-    rank = counts.copy()
-    rank[list(pinned)] += counts.sum() + 1
-    chosen = np.sort(np.argsort(-rank, kind="stable")[:draft_vocab_size])
+    pinned = sorted({*pinned})
+    if len(pinned) > draft_vocab_size:
+        raise PreconditionError(
+            "more tokens have to be in the draft vocabulary than it has places", where="--draft-vocab-size",
+            expected=f"at least {len(pinned):,}: special tokens that were generated, and those of --pin",
+            found=f"{draft_vocab_size:,}", fix="give a larger one")
+    chosen = np.sort(_order(counts, pinned)[:draft_vocab_size])
     t2d = np.zeros(size, dtype=bool)
     t2d[chosen] = True
     return chosen.astype(np.int64) - np.arange(draft_vocab_size), t2d
+
+
+def _order(counts: "np.ndarray", pinned: list[int]) -> "np.ndarray":
+    """Return all ids in the order in which they go into a draft vocabulary."""
+    import numpy as np
+
+    rank = counts.copy()
+    rank[pinned] += counts.sum() + 1
+    return np.argsort(-rank, kind="stable")
+
+
+def coverages(chosen_from: "np.ndarray", covered: "np.ndarray", sizes: list[int], pinned: list[int]) -> list[float]:
+    """Return the share of `covered` [V] that draft vocabularies of several sizes hold, chosen from counts [V]."""
+    import numpy as np
+
+    held = np.cumsum(covered[_order(chosen_from, pinned)])
+    return [float(held[size - 1] / max(1, held[-1])) for size in sizes]
 
 
 def coverage(counts: "np.ndarray", t2d: "np.ndarray") -> float:

@@ -10,6 +10,8 @@ from eagle3.drafter.flat_config import layer_shape
 from eagle3.drafter.verifier import Verifier
 from eagle3.dryrun import estimates, foreseen
 from eagle3.dryrun.dry_run import DryRun
+from eagle3.states.store import StateStore
+from eagle3.training import tracking
 from eagle3.training.lineage import check_lineage
 
 
@@ -21,16 +23,22 @@ def describe(options: TrainOptions, stage: Stage, facts: Verifier, states: Path,
         "vocab": stage.upstream(mapping, "--vocab", None if train.vocab else foreseen.vocab(stage, facts)),
     }
     check_lineage(upstream, facts, states, mapping, mapping_named=bool(train.vocab))
+    tracking.check(train.track)
     samples, tokens = foreseen.limited(upstream["states"]["counts"], stage.common.limit)
     layer = dry.published(train.init_from) if train.init_from else layer_shape(facts, train.intermediate_size)
     drafter = estimates.drafter(facts, upstream["vocab"]["draft_vocab_size"], layer)
     a_step = train.batch_tokens * train.accumulation * train.gpus
     steps = math.ceil(tokens * (1 - train.validation_fraction) / a_step) * train.epochs
+    steps = min(steps, train.max_steps or steps)
     dry.say("reads", f"{samples:,} samples, {tokens:,} tokens; draft vocabulary {drafter.vocab:,}")
     operations = drafter.flops_per_token(train.ttt_steps) / 1e9
+    lengths = [entry["tokens"] for entry in StateStore(states).index().values() if "bytes" in entry]
+    if longer := sum(length - 1 > train.batch_tokens for length in lengths[:stage.common.limit]):
+        dry.say("", f"{longer:,} texts are longer than a batch of {train.batch_tokens:,} tokens: --long-samples "
+                f"{train.long_samples}")
     dry.say("trains", f"{drafter.trained:,} of {drafter.total:,} parameters; {train.epochs} epochs, about {steps:,} "
             f"steps of {a_step:,} tokens, {train.ttt_steps} TTT steps, {operations:.3g} GFLOP a token (estimate)")
-    kept = train.keep_checkpoints + 2
+    kept = train.keep_checkpoints + 2 + (steps // train.keep_every if train.keep_every else 0)
     dry.say("writes", f"{stage.directory / 'checkpoints'}: {log.size(drafter.checkpoint_bytes)} a checkpoint every "
             f"{train.save_every_min:g} minutes, up to {kept} kept and one being written (estimate)")
     dry.say("starts", f"{train.gpus} processes of this script, one a GPU" if train.gpus > 1 else "one process")

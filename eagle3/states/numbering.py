@@ -40,13 +40,13 @@ class Numbered:
 
 
 def number_traces(
-    rows: list[tuple[str, str, list[int], list[int]]], index: dict[int, dict[str, Any]], where: Path, *,
+    rows: list[tuple[str, str, list[int], list[int], str]], index: dict[int, dict[str, Any]], where: Path, *,
     max_length: int, limit: int | None = None,
 ) -> Numbered:
     """Give each trace its number.
 
     Args:
-        rows: (id, digest, token ids [T], loss mask [T]) of each trace, in any order.
+        rows: (id, digest, token ids [T], loss mask [T], source) of each trace, in any order.
         index: of the store, {number: entry}. where: the traces, for messages.
         limit: take only the first so many by id, and those that are captured already.
     Raises:
@@ -56,18 +56,18 @@ def number_traces(
     known = {entry["id"]: entry for _, entry in sorted(index.items()) if not entry.get("retired")}
     retired = {(entry["id"], entry["digest"]): entry for entry in index.values() if entry.get("retired")}
     changed, fresh = [], []
-    for place, (name, digest, ids, mask) in enumerate(sorted(rows)):
+    for place, (name, digest, ids, mask, source) in enumerate(sorted(rows)):
         if len(ids) > max_length or not any(mask):
             result.skipped["too_long" if len(ids) > max_length else "nothing_generated"] += 1
             continue
         before = known.pop(name, None) or retired.get((name, digest))
         if before is None:
             if limit is None or place < limit:
-                fresh.append((name, digest, ids, mask))
+                fresh.append((name, digest, ids, mask, source))
         elif before["digest"] != digest:
             changed.append(name)
         else:
-            result.samples.append(Sample(before["i"], name, digest, ids, mask))
+            result.samples.append(Sample(before["i"], name, digest, ids, mask, source))
             if before.get("retired"):
                 result.revived.append(before)
     result.retired = [*known.values()]

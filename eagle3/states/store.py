@@ -10,6 +10,7 @@ one scale a token becomes one for each token and slot, so that a layer far small
 """
 
 import contextlib
+import errno
 import functools
 import hashlib
 import os
@@ -43,17 +44,18 @@ _DATASET_FILES = ("data-00000-of-00001.arrow", "dataset_info.json", "state.json"
 
 @dataclass(frozen=True)
 class Sample:
-    """One sequence to capture: its number, trace id, digest of the trace row, token ids and loss mask."""
+    """One sequence to capture: its number, trace id, digest of the trace row, token ids, loss mask, source."""
 
     i: int
     id: str
     digest: str
     input_ids: list[int]
     loss_mask: list[int]
+    source: str = ""
 
     def identity(self) -> dict[str, str]:
-        """Return what ties an index entry to its trace."""
-        return {"id": self.id, "digest": self.digest}
+        """Return what ties an index entry to its trace, and where that came from."""
+        return {"id": self.id, "digest": self.digest} | ({"source": self.source} if self.source else {})
 
 
 def bytes_per_token(hidden_size: int, dtype: str = "bfloat16", slots: int = 4) -> int:
@@ -126,6 +128,11 @@ class Stored:
 
         hidden = view("hidden_states")
         return Stored(hidden, view(SCALES) if hidden.dtype == torch.float8_e4m3fn else None, view("token_ids"))
+
+    def tokens(self, first: int, stop: int) -> "Stored":
+        """Return views of some tokens of it."""
+        scales = None if self.scales is None else self.scales[first:stop]
+        return Stored(self.hidden[first:stop], scales, self.ids[first:stop])
 
     def states(self, device: "torch.device | None" = None) -> "torch.Tensor":
         """Return the states [T, slots, H] on a device (default: the CPU), fp8 decoded to bfloat16 there."""
@@ -252,6 +259,10 @@ class StateStore:
                     done += count
         except FileNotFoundError:
             raise damaged(path, "no such file") from None
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            raise damaged(path, "the disk cannot read it") from error
         if done < len(buffer):
             raise damaged(path, "it became shorter while it was read")
         if sha256 is not None and hashlib.sha256(buffer).hexdigest() != sha256:
@@ -265,6 +276,17 @@ class StateStore:
                           "they are of other layers than the manifest says")
         return stored
 
+    def read_tokens(self, number: int, first: int, stop: int) -> "Stored":
+        """Return some tokens of a sample, as they lie in its file; nothing else of it is read."""
+        from safetensors import safe_open
+
+        try:
+            with safe_open(self.path(number), framework="pt") as file:
+                hidden, ids = (file.get_slice(name)[first:stop] for name in ("hidden_states", "token_ids"))
+                return Stored(hidden, file.get_slice(SCALES)[first:stop] if SCALES in [*file.keys()] else None, ids)
+        except Exception as error:
+            raise damaged(self.path(number), error) from error
+
     def last_teacher(self, number: int) -> "torch.Tensor":
         """Return the teacher state [H] of a sample's last token, decoded as `load` does; only that row is read."""
         import torch
@@ -275,14 +297,23 @@ class StateStore:
             return (decode_fp8(row, file.get_slice(SCALES)[-1:, -1]) if row.dtype == torch.float8_e4m3fn else row)[0]
 
 
-def damaged(path: Path, found: object) -> PreconditionError:
+class DamagedStates(PreconditionError):
+    """A hidden-state file is not what its index says; `path` is the file."""
+
+    def __init__(self, path: Path, found: object, what: str = "a hidden-state file is missing or damaged") -> None:
+        self.path = path
+        super().__init__(what, where=path, found=found, fix=capture_again([path]))
+
+
+def damaged(path: Path, found: object) -> DamagedStates:
     """Return the error for a hidden-state file that cannot be used."""
-    return PreconditionError(
-        "a hidden-state file is missing or damaged",
-        where=path,
-        found=found,
-        fix=f"rm -f {path}; then run 02_extract_hidden_states.py again: only that sample is captured again",
-    )
+    return DamagedStates(path, found)
+
+
+def capture_again(paths: list[Path]) -> str:
+    """Return what makes damaged files anew: stage 02 captures what is not there."""
+    only = "only that sample is" if len(paths) == 1 else "only those samples are"
+    return f"rm -f {' '.join(map(str, paths))}; then run 02_extract_hidden_states.py again: {only} captured again"
 
 
 class Rows(NamedTuple):

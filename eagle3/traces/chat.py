@@ -111,6 +111,16 @@ class Chat:
             pieces = [content or ""]
         return [*self._encode(pieces), self.end_id]
 
+    def id_of(self, text: str) -> int | None:
+        """Return the token that is this text, None where it is none or several."""
+        ids = [self._vocabulary[text]] if text in self._vocabulary else self._text_ids(text)
+        return ids[0] if len(ids) == 1 else None
+
+    @property
+    def known_ids(self) -> int:
+        """How many ids, from 0, the tokenizer can have; a model may have rows beyond them, as padding."""
+        return max(self._vocabulary.values()) + 1
+
     def decode(self, ids: list[int]) -> str:
         """Return the text of token ids, control tokens spelled out."""
         return self._tokenizer.decode(ids, skip_special_tokens=False)

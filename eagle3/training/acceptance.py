@@ -51,7 +51,11 @@ class Acceptance:
         return {"length": self.length, "by_position": self.by_position, "rounds": self.rounds}
 
 
-def walk(ids: list[int], drafted: list[list[int]], first_generated: int, draft_tokens: int) -> Acceptance:
+Round = tuple[TrainingSample, int, int]  # of which sample, the last known token in the text, tokens accepted
+
+
+def walk(ids: list[int], drafted: list[list[int]], first_generated: int, draft_tokens: int,
+         seen: list[tuple[int, int]] | None = None) -> Acceptance:
     """Walk one sequence in draft rounds.
 
     Args:
@@ -61,6 +65,7 @@ def walk(ids: list[int], drafted: list[list[int]], first_generated: int, draft_t
             drafter has drafted itself).
         first_generated: index of the first generated token, which the verifier makes without a draft.
         draft_tokens: k, tokens drafted a round.
+        seen: gets (index of the last known token, tokens accepted) of each round.
     """
     result = Acceptance(0, [0] * draft_tokens)
     known = first_generated  # index of the last token that is known
@@ -72,17 +77,21 @@ def walk(ids: list[int], drafted: list[list[int]], first_generated: int, draft_t
                 break
             result.accepted[count] += 1
             count += 1
+        if seen is not None:
+            seen.append((known, count))
         known += count + 1
     return result
 
 
 def walk_batch(
-    batch: Batch, members: list[TrainingSample], drafted: list[torch.Tensor], draft_tokens: int
+    batch: Batch, members: list[TrainingSample], drafted: list[torch.Tensor], draft_tokens: int,
+    rounds: list[Round] | None = None,
 ) -> Acceptance:
     """Return the pooled acceptance of a batch's sequences: each stretch of generated tokens is walked by itself.
 
     Args:
         drafted: drafted[s] is [T] int64, what `ttt.draft` gives.
+        rounds: gets each round.
     """
     total = Acceptance(0, [0] * draft_tokens)
     start = 0
@@ -90,8 +99,11 @@ def walk_batch(
         span = slice(start, start + length)
         sequence = [-1, *batch.ids[span].tolist()]  # token 0 is read at no position and is never predicted
         rows = [step[span].tolist() for step in drafted]
-        for first, stop in stretches(sample.loss_mask[: length + 1]):
-            total.add(walk(sequence[:stop], rows, max(1, first), draft_tokens))
+        for first, stop in stretches(sample.loss_mask[: min(length, sample.own or length) + 1]):
+            seen: list[tuple[int, int]] | None = None if rounds is None else []
+            total.add(walk(sequence[:stop], rows, max(1, first), draft_tokens, seen))
+            if rounds is not None:
+                rounds += [(sample, sample.start + known, count) for known, count in seen or []]
         start += length
     return total
 
@@ -103,17 +115,18 @@ def stretches(mask: np.ndarray) -> list[tuple[int, int]]:
 
 
 def accuracy_counts(batch: Batch, drafted: list[torch.Tensor]) -> torch.Tensor:
-    """Return [steps, 2] counts (correct at this and all earlier steps, judged positions).
+    """Return [steps, 3] counts: correct at this and all earlier steps, judged positions, of those correct until then.
 
     A token outside the draft vocabulary is a miss. Position p at step s is judged against token p + 2 + s.
     """
-    counts = torch.zeros(len(drafted), 2, dtype=torch.float64)
+    counts = torch.zeros(len(drafted), 3, dtype=torch.float64)
     correct = batch.mask.clone()
     for step, tokens in enumerate(drafted):
         positions = batch.rows[batch.judged[step][0]]
-        right = correct[positions] & (tokens[positions] == batch.ids[positions + step + 1])
+        before = correct[positions]
+        right = before & (tokens[positions] == batch.ids[positions + step + 1])
         correct = torch.zeros_like(correct).index_fill_(0, positions[right], True)
-        counts[step, 0], counts[step, 1] = right.sum(), len(positions)
+        counts[step] = torch.tensor([int(right.sum()), len(positions), int(before.sum())])
     return counts
 
 

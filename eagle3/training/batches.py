@@ -1,4 +1,4 @@
-"""Which samples train together: split, packing, order, and loading ahead.
+"""Which samples train together: split, packing, order.
 
 Everything is a function of the sample list, the seed and the epoch, so a resumed run continues with exactly
 the batches that an undisturbed one would have seen, and the same sums come out on one process or many.
@@ -6,18 +6,16 @@ the batches that an undisturbed one would have seen, and the same sums come out 
 
 import functools
 import hashlib
-import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
-from queue import Full, Queue
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from eagle3.common.errors import PreconditionError
-from eagle3.states.store import Rows, StateStore, damaged
+from eagle3.common.log import logger
+from eagle3.states.store import DamagedStates, Rows, StateStore, Stored, damaged
 
 _SHUFFLE_WINDOW = 256
 _CPU = torch.device("cpu")
@@ -25,15 +23,23 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class TrainingSample:
-    """One sequence: number in the store, checksum of its file, loss mask [T] bool over its tokens.
+    """One sequence, or a chunk of one (long_samples.py): number in the store, checksum of its file, loss mask [T] bool.
 
-    `token_hash` is of the token ids that the mask was made for; None where nothing says so.
+    Attributes:
+        token_hash: of the token ids of the whole text; None where nothing says so.
+        start: the token of the text at which the chunk begins: position p of it stands for token start + p.
+        own: how many of its positions carry loss of their own; those after them belong to the next chunk, and here
+            say what is drafted further on. None: all.
+        source: where its prompt came from, as far as that is known.
     """
 
     i: int
     sha256: str
     loss_mask: np.ndarray
     token_hash: str | None = None
+    start: int = 0
+    own: int | None = None
+    source: str = ""
 
     @property
     def length(self) -> int:
@@ -49,6 +55,13 @@ class TrainingSample:
         generated = self.loss_mask[1:][:longest]
         return generated & np.append(generated[1:], False)
 
+    def learned(self, longest: int | None = None) -> np.ndarray:
+        """Return the mask [T - 1] bool of the positions at which drafting begins: supervised, and of its own."""
+        mask = self.supervised(longest)
+        if self.own is not None:
+            mask[self.own :] = False
+        return mask
+
 
 @dataclass
 class Batch:
@@ -56,7 +69,7 @@ class Batch:
 
     Attributes:
         ids: [T] int64, the token that is read at a position: token p + 1.
-        positions: [T] int64, RoPE position p + 1.
+        positions: [T] int64, RoPE position p + 1 in the text, also of a chunk.
         aux: [T, A x H], the auxiliary states of token p.
         teacher: [S, H], the teacher states of token p + 1 at the S supervised positions, in order.
         mask: [T] bool, the supervised positions.
@@ -65,7 +78,9 @@ class Batch:
             the last supervised one. Earlier ones serve as keys and values only.
         spans: (start, first, stop) of each document with such rows: they are first..stop - 1.
         judged: for each TTT step s the pair ([N] indexes into rows, [N] indexes into teacher) of the rows that carry
-            loss there: positions p with p..p + s all supervised; the teacher is that of position p + s.
+            loss there: positions p with p..p + s all supervised, p one of the sample's own; the teacher is that of
+            position p + s.
+        members: the samples, one a document.
     """
 
     ids: torch.Tensor
@@ -77,11 +92,12 @@ class Batch:
     rows: torch.Tensor
     spans: list[tuple[int, int, int]]
     judged: list[tuple[torch.Tensor, torch.Tensor]]
+    members: list[TrainingSample] = field(default_factory=list)
 
     @property
     def supervised(self) -> int:
         """How many positions carry loss at the first step."""
-        return len(self.teacher)
+        return len(self.judged[0][0])
 
     def to(self, device: torch.device, dtype: torch.dtype | None) -> "Batch":
         """Return the batch on a device, the states in `dtype` (None: as they are)."""
@@ -113,22 +129,27 @@ def token_hash(ids: np.ndarray) -> str:
     return hashlib.blake2b(np.ascontiguousarray(ids, dtype=np.int64).tobytes(), digest_size=8).hexdigest()
 
 
-def read_samples(store: StateStore, rows: Rows, limit: int | None = None) -> list[TrainingSample]:
+def read_samples(store: StateStore, rows: Rows, limit: int | None = None, *, missing: int = 0) -> list[TrainingSample]:
     """Return the store's samples that have something to learn, the first `limit`.
 
-    Raises PreconditionError if none has, if index and dataset are not of the same traces, or if a file is gone or has
-    another size: without it all later samples would train in other batches, and others would be held out, in the middle
-    of a run too.
+    Args:
+        missing: so many files may be gone or of another size. Their samples are returned all the same, for the trainer
+            to leave out: without them all later samples would train in other batches, and others would be held out, in
+            the middle of a run too.
+    Raises PreconditionError if none has, if index and dataset are not of the same traces, or if more files are missing.
     """
     index = store.index()
     complete = sorted(i for i, entry in index.items() if "bytes" in entry and not entry.get("retired"))[:limit]
     if lost := sorted({*complete} - store.complete(index)):
         others = f", as are {len(lost) - 1} more of {len(complete)}" * (len(lost) > 1)
-        raise damaged(store.path(lost[0]), f"no such file, or of another size than in the index{others}")
+        error = damaged(store.path(lost[0]), f"no such file, or of another size than in the index{others}")
+        if len(lost) > missing:
+            raise error
+        logger.warning("%s", error)
     for i in complete:
         _require_one_trace(store, i, index[i], rows)
     samples = [TrainingSample(i, index[i]["sha256"], np.asarray(rows.masks[i], dtype=bool),
-                              token_hash(rows.input_ids[i])) for i in complete]
+                              token_hash(rows.input_ids[i]), source=index[i].get("source", "")) for i in complete]
     samples = [sample for sample in samples if sample.length > 0 and sample.supervised().any()]
     if not samples:
         tokens = sum(index[i]["tokens"] for i in complete)
@@ -222,13 +243,8 @@ def collate(
     """
     masks = [sample.supervised(batch_tokens) for sample in members]
     lengths = [len(mask) for mask in masks]
-    numbers = [sample.i for sample in members]
-    read = functools.partial(store.read, pin=device.type == "cuda")
-    checksums = [sample.sha256 if verify else None for sample in members]
-    files = list((readers.map if readers else map)(read, numbers, checksums))
-    for sample, own in zip(members, files, strict=True):
-        if verify and sample.token_hash not in (None, token_hash(own.ids.numpy())):
-            raise damaged(store.path(sample.i), "its token ids are not those of its row in the dataset")
+    read = functools.partial(_read, store, verify=verify, pin=device.type == "cuda")
+    files = list((readers.map if readers else map)(read, members, lengths))
     slots, hidden = files[0].hidden.shape[1:]
     aux, teacher, finite, start = None, [], [], 0
     for own, length, supervised in zip(files, lengths, masks, strict=True):
@@ -240,22 +256,33 @@ def collate(
         teacher.append(states[torch.from_numpy(1 + np.flatnonzero(supervised)).to(device), -1])
         start += length
     if not all(whole := torch.stack(finite).tolist()):
-        raise PreconditionError("NaN or Inf in hidden states", where=store.path(numbers[whole.index(False)]),
-                                fix="remove the file and run 02_extract_hidden_states.py again")
+        raise DamagedStates(store.path(members[whole.index(False)].i), "", "NaN or Inf in hidden states")
     mask = np.concatenate(masks)
     spans = _spans(masks)
     rows = np.concatenate([np.arange(first, stop) for _, first, stop in spans]) if spans else np.zeros(0, np.int64)
     return Batch(
         ids=torch.cat([own.ids[1 : length + 1] for own, length in zip(files, lengths, strict=True)]),
-        positions=torch.cat([torch.arange(1, length + 1) for length in lengths]),
+        positions=torch.cat([torch.arange(1, length + 1) + sample.start
+                             for sample, length in zip(members, lengths, strict=True)]),
         aux=aux.flatten(1),  # type: ignore[union-attr]
         teacher=torch.cat(teacher),
         mask=torch.from_numpy(mask),
         lengths=lengths,
         rows=torch.from_numpy(rows),
         spans=spans,
-        judged=_judged(mask, rows, steps),
+        judged=_judged(mask, np.concatenate([sample.learned(batch_tokens) for sample in members]), rows, steps),
+        members=members,
     ).to(device, dtype)
+
+
+def _read(store: StateStore, sample: TrainingSample, length: int, *, verify: bool, pin: bool) -> Stored:
+    """Return the tokens that `length` positions of a sample read; of a chunk only those, once its file is proved."""
+    if not verify and (sample.start or sample.own is not None):
+        return store.read_tokens(sample.i, sample.start, sample.start + length + 1)
+    stored = store.read(sample.i, sample.sha256 if verify else None, pin=pin)
+    if verify and sample.token_hash not in (None, token_hash(stored.ids.numpy())):
+        raise damaged(store.path(sample.i), "its token ids are not those of its row in the dataset")
+    return stored.tokens(sample.start, sample.start + length + 1)
 
 
 def _spans(masks: list[np.ndarray]) -> list[tuple[int, int, int]]:
@@ -267,11 +294,12 @@ def _spans(masks: list[np.ndarray]) -> list[tuple[int, int, int]]:
     return spans
 
 
-def _judged(mask: np.ndarray, rows: np.ndarray, steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _judged(mask: np.ndarray, learned: np.ndarray, rows: np.ndarray, steps: int
+            ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return the rows that carry loss at each step with their teachers (no stretch crosses documents: the last
     position of a document is never supervised)."""
     place = np.cumsum(mask) - 1  # of each supervised position among all of them
-    alive, result = mask.copy(), []
+    alive, result = learned.copy(), []
     for step in range(steps):
         if step:
             alive[:-step] &= mask[step:]
@@ -279,41 +307,3 @@ def _judged(mask: np.ndarray, rows: np.ndarray, steps: int) -> list[tuple[torch.
         judged = np.flatnonzero(alive[rows])
         result.append((torch.from_numpy(judged), torch.from_numpy(place[rows[judged] + step])))
     return result
-
-
-class Prefetcher:
-    """Runs `load(item)` for each item in a thread, a few ahead of the consumer, in order."""
-
-    def __init__(self, items: list, load: Callable[[Any], Any], depth: int = 2) -> None:
-        self._items, self._load = items, load
-        self._queue: Queue[Any] = Queue(depth)
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        for item in self._items:
-            try:
-                value = self._load(item)
-            except BaseException as error:  # noqa: BLE001 - handed to the consumer
-                value = error
-            while not self._closed.is_set():
-                try:
-                    self._queue.put(value, timeout=0.1)
-                    break
-                except Full:
-                    continue
-            if self._closed.is_set() or isinstance(value, BaseException):
-                return
-
-    def __iter__(self) -> Iterator[Any]:
-        for _ in self._items:
-            value = self._queue.get()
-            if isinstance(value, BaseException):
-                raise value
-            yield value
-
-    def close(self) -> None:
-        """Stop loading ahead."""
-        self._closed.set()
-        self._thread.join(timeout=10)

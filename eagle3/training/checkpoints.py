@@ -144,7 +144,8 @@ def load(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> dict[str
             if f"exp_avg/{name}" in saved:
                 optimizer.state[parameter] = {
                     # torch counts steps in float32: exact up to 2^24
-                    "step": torch.tensor(float(counters["step"]), device=parameter.device),
+                    "step": torch.tensor(float(counters["step"] - counters.get("skipped_steps", 0)),
+                                         device=parameter.device),
                     **{key: own(f"{key}/{name}", parameter) for key in ("exp_avg", "exp_avg_sq")},
                 }
     return counters
@@ -153,7 +154,11 @@ def load(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> dict[str
 def folders(root: Path) -> list[Path]:
     """Return the checkpoints in `root`, the newest first: folders named step_{n}, and nothing else that lies there."""
     found = [path for path in root.glob("step_*") if _FOLDER.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=lambda path: -int(path.name.removeprefix("step_")))
+    return sorted(found, key=_step, reverse=True)
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name.removeprefix("step_"))
 
 
 def newest(root: Path) -> Path | None:
@@ -197,12 +202,13 @@ def point_to(root: Path, name: str, folder: Path) -> None:
     files.point(root / name, folder.name)
 
 
-def prune(root: Path, keep_epoch_ends: int) -> None:
-    """Remove checkpoints that nothing needs: all but best, last and the newest epoch ends."""
+def prune(root: Path, keep_epoch_ends: int, keep_every: int | None = None) -> None:
+    """Remove checkpoints that nothing needs: all but best, last, the newest epoch ends, and each `keep_every` steps."""
     keep = {os.path.realpath(files.followed(root / name)) for name in ("best", "last")}
     found = folders(root)
     epoch_ends = [path for path in found if _is_epoch_end(path)]
     keep |= {os.path.realpath(path) for path in epoch_ends[:keep_epoch_ends]}
+    keep |= {os.path.realpath(path) for path in found if keep_every and _step(path) % keep_every == 0}
     for folder in found:
         if os.path.realpath(folder) not in keep:
             doomed = root / f"{files.TEMPORARY_PREFIX}old-{folder.name}"

@@ -26,17 +26,18 @@ class FusedAdamW(torch.optim.AdamW):
     """torch's AdamW in one pass on a GPU: gradients are scaled, and copies of weights in bf16 renewed, on the way."""
 
     @torch.no_grad()
-    def clipped_step(self, loss: torch.Tensor, norms: list[torch.Tensor], largest: float) -> tuple[float, float]:
+    def clipped_step(self, loss: torch.Tensor, norms: list[torch.Tensor], largest: float, limit: float = math.inf
+                     ) -> tuple[float, float]:
         """Do one step with gradients scaled down to a norm of at most `largest`; return loss and norm.
 
-        Whether both are finite is seen on the GPU, where a step that has them otherwise changes nothing: so the next
-        kernels are queued before this is known here.
+        Whether both are finite, and the norm at most `limit`, is seen on the GPU, where a step that has them otherwise
+        changes nothing: so the next kernels are queued before this is known here.
         """
         norm = torch.stack(norms or [torch.zeros_like(loss)]).norm()
-        finite = torch.isfinite(loss) & torch.isfinite(norm)
-        self._step(torch.where(finite, (largest / norm).clamp(max=1.0), 0.0))
+        taken = torch.isfinite(loss) & torch.isfinite(norm) & (norm <= limit)
+        self._step(torch.where(taken, (largest / norm).clamp(max=1.0), 0.0))
         values = torch.stack([loss.float(), norm]).tolist()
-        if not all(map(math.isfinite, values)):
+        if not all(map(math.isfinite, values)) or values[1] > limit:
             for state in self.state.values():
                 state["step"] -= 1
         return values[0], values[1]

@@ -14,7 +14,11 @@ class Schedule:
 
     def __init__(self, samples: list[TrainingSample], options: TrainSection, batches_per_step: int) -> None:
         self._samples, self._options, self.batches_per_step = samples, options, batches_per_step
-        self.steps_per_epoch = [-(-len(self.packed(epoch)) // batches_per_step) for epoch in range(options.epochs)]
+        self.steps_per_epoch: list[int] = []
+        for epoch in range(options.epochs):
+            left = (options.max_steps or math.inf) - sum(self.steps_per_epoch)
+            if left > 0:
+                self.steps_per_epoch.append(int(min(left, -(-len(self.packed(epoch)) // batches_per_step))))
         self.total_steps = sum(self.steps_per_epoch)
 
     def packed(self, epoch: int) -> list[list[TrainingSample]]:
@@ -24,12 +28,12 @@ class Schedule:
     def steps(self, epoch: int) -> list[list[list[TrainingSample]]]:
         """Return an epoch's optimizer steps, each a list of batches (the last step may have fewer)."""
         packed, size = self.packed(epoch), self.batches_per_step
-        return [packed[start : start + size] for start in range(0, len(packed), size)]
+        return [packed[step * size : (step + 1) * size] for step in range(self.steps_per_epoch[epoch])]
 
 
 def supervised(members: list[TrainingSample], batch_tokens: int) -> int:
     """Return how many positions of a batch carry loss, without loading it."""
-    return sum(int(sample.supervised(batch_tokens).sum()) for sample in members)
+    return sum(int(sample.learned(batch_tokens).sum()) for sample in members)
 
 
 def learning_rate(step: int, total: int, options: TrainSection) -> float:

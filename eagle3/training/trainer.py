@@ -8,7 +8,6 @@ gradients and optimizer state: each holds its rows of every matrix (FSDP2).
 import contextlib
 import math
 import os
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,15 +19,17 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from eagle3.common import workers
-from eagle3.common.errors import StageError
 from eagle3.common.options import TrainSection
-from eagle3.states.store import StateStore
-from eagle3.training import acceptance, ttt
-from eagle3.training.batches import Batch, Prefetcher, TrainingSample, collate, pack
+from eagle3.states.store import DamagedStates, StateStore
+from eagle3.training import ttt
+from eagle3.training.batches import Batch, TrainingSample, collate, pack
 from eagle3.training.checkpoints import trainable
 from eagle3.training.optimizer import FusedAdamW, make_optimizer
+from eagle3.training.prefetch import Prefetcher
 from eagle3.training.sharding import Objective, clip, gradient_norms, shard, vectors
+from eagle3.training.validation import Tally
 
+DRAFT_TOKENS = 3  # whose length is predicted where nobody says which are served
 _READERS = 8  # files read and checked at once, in each process
 # How long processes wait for each other; torch's 10 minutes on GPUs are less than a checkpoint on a slow disk may take.
 PATIENCE = timedelta(hours=1)
@@ -65,6 +66,14 @@ class Processes:
             dist.all_reduce(tensor)
         return tensor
 
+    def all_of(self, value: Any) -> list[Any]:
+        """Return what each process has for it."""
+        values = [value]
+        if self.world > 1:
+            values *= self.world
+            dist.all_gather_object(values, value)
+        return values
+
     def any(self, flag: bool) -> bool:
         """Say whether any process says so (all stop at the same step)."""
         return bool(self.sum(torch.tensor([float(flag)], device=self.device)).item() > 0) if self.world > 1 else flag
@@ -83,14 +92,24 @@ class Processes:
 
 
 class Trainer:
-    """Runs optimizer steps and validation on one process of the group."""
+    """Runs optimizer steps and validation on one process of the group.
 
-    def __init__(self, model: Any, store: StateStore, options: TrainSection, processes: Processes) -> None:
+    Attributes:
+        left_out: numbers of the samples that no process trains on, as all have agreed.
+        damaged: what this process found wrong with samples' files, by number.
+    """
+
+    def __init__(self, model: Any, store: StateStore, options: TrainSection, processes: Processes,
+                 served: list[int] | None = None) -> None:
+        """Take what is trained on what; `served` are the draft-token counts that validation is about."""
         from speculators.losses import resolve_loss_config
 
         self.model, self.store, self.options, self.processes = model, store, options, processes
+        self.served = served or [options.draft_tokens or DRAFT_TOKENS]
+        self.left_out: set[int] = set()
+        self.damaged: dict[int, DamagedStates] = {}
         self._loss = resolve_loss_config(options.loss, "eager"), options.ttt_step_loss_decay
-        bf16 = options.dtype == "bfloat16" or (options.dtype == "auto" and processes.device.type == "cuda")
+        self.bf16 = bf16 = options.dtype == "bfloat16" or (options.dtype == "auto" and processes.device.type == "cuda")
         self._dtype = torch.bfloat16 if bf16 else torch.float32
         self._autocast = torch.autocast(processes.device.type, torch.bfloat16) if bf16 else contextlib.nullcontext()
         self._objective = Objective(model)
@@ -104,15 +123,38 @@ class Trainer:
         self._stream = torch.cuda.Stream(processes.device) if processes.device.type == "cuda" else None
         self._readers = ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1), "reader")
 
-    def load_batch(self, members: list[TrainingSample]) -> Batch:
-        """Load a batch to the device; each file's checksum is checked the first time it is read."""
-        fresh = any(sample.i not in self._verified for sample in members)
-        steps = max(self.options.ttt_steps, self.options.draft_tokens)
-        with self._beside_training():
-            batch = collate(self.store, members, self.options.batch_tokens, steps, fresh, self.processes.device,
-                            self._dtype, self._readers)
-        self._verified.update(sample.i for sample in members)
-        return batch
+    def load_batch(self, members: list[TrainingSample], steps: int | None = None) -> Batch | None:
+        """Load a batch to the device; each file's checksum is checked the first time it is read.
+
+        Args:
+            steps: TTT steps; default: those of training.
+        Returns:
+            The batch without samples whose file is damaged, as far as --max-failures allows; None when none is left.
+        """
+        while left := [each for each in members if each.i not in self.left_out and each.i not in self.damaged]:
+            fresh = any(sample.i not in self._verified for sample in left)
+            try:
+                with self._beside_training():
+                    batch = collate(self.store, left, self.options.batch_tokens, steps or self.options.ttt_steps, fresh,
+                                    self.processes.device, self._dtype, self._readers)
+            except DamagedStates as error:
+                if not self.options.max_failures:
+                    raise
+                self.damaged[next(each.i for each in left if self.store.path(each.i) == error.path)] = error
+                continue
+            self._verified.update(sample.i for sample in left)
+            return batch
+        return None
+
+    def newly_damaged(self, batches: list[list[TrainingSample] | None]) -> dict[int, str]:
+        """Return what is wrong with which samples of batches that were loaded, as all processes find together; each
+        names its own batches. What was left out before is not new."""
+        mine = {sample.i for members in batches for sample in members or []} & self.damaged.keys() - self.left_out
+        if not self.processes.any(bool(mine)):
+            return {}
+        found = self.processes.all_of({number: str(self.damaged[number].parts["found"]) or self.damaged[number].what
+                                       for number in mine})
+        return dict(sorted((number, reason) for each in found for number, reason in each.items()))
 
     @contextlib.contextmanager
     def _beside_training(self) -> Iterator[None]:
@@ -126,9 +168,9 @@ class Trainer:
             yield
             self._stream.synchronize()
 
-    def loader(self, batches: list[list[TrainingSample] | None]) -> Prefetcher:
+    def loader(self, batches: list[list[TrainingSample] | None], steps: int | None = None) -> Prefetcher:
         """Return a prefetcher over batches (None stays None)."""
-        return Prefetcher(batches, lambda members: None if members is None else self.load_batch(members))
+        return Prefetcher(batches, lambda members: None if members is None else self.load_batch(members, steps))
 
     def mine(self, steps: list[list[list[TrainingSample]]]) -> list[list[TrainingSample] | None]:
         """Return this process's batches of the given steps, None where it has none."""
@@ -138,10 +180,13 @@ class Trainer:
         per_step = self.options.accumulation * self.processes.world
         return range(self.processes.rank, per_step, self.processes.world)
 
-    def step(self, batches: list[Batch | None], total_supervised: int, rate: float) -> dict[str, float]:
-        """Do one optimizer step and return loss, grad_norm and lr.
+    def step(self, batches: list[Batch | None], total_supervised: int, rate: float, limit: float = math.inf, *,
+             counted: bool = False) -> dict[str, Any]:
+        """Do one optimizer step and return loss, grad_norm and lr; weights and moments stay as they are if loss or norm
+        is not finite or the norm above `limit`.
 
-        Raises StageError (a bug or broken data) before the weights are touched when the loss is not finite.
+        Args:
+            counted: return accuracy_by_step and conditional_accuracy as well.
         """
         self.model.train()
         for group in self.optimizer.param_groups:
@@ -149,43 +194,48 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         device = self.processes.device
         loss_sum = torch.zeros((), device=device)
+        counts = torch.zeros(self.options.ttt_steps, 3, dtype=torch.int64, device=device) if counted else None
         for number, batch in enumerate(batches):
             if batch is not None and batch.supervised == 0:
                 batch = None
             if batch is None and self.processes.world == 1:
                 continue
-            loss = self._losses(batch, last=number == len(batches) - 1).sum() / max(1, total_supervised)
+            loss = self._losses(batch, number == len(batches) - 1, counts).sum() / max(1, total_supervised)
             (loss * self.processes.world).backward()  # the mean over the processes is taken of what each has
             loss_sum += loss.detach()
         if self.processes.world > 1:  # FSDP has done so with the matrices
             for parameter in vectors(self._objective):
                 if parameter.grad is not None:
                     self.processes.sum(parameter.grad).div_(self.processes.world)
-        loss_value, norm = self._update(self.processes.sum(loss_sum))
-        if not math.isfinite(loss_value) or not math.isfinite(norm):
-            raise StageError("the loss is not finite", found=f"loss {loss_value}, gradient norm {norm}",
-                             fix="lower --lr and run the same command again: add --out to keep this result")
-        return {"loss": loss_value, "grad_norm": norm, "lr": rate}
+        loss_value, norm = self._update(self.processes.sum(loss_sum), limit)
+        figures: dict[str, Any] = {"loss": loss_value, "grad_norm": norm, "lr": rate}
+        if counts is not None:
+            right, judged, given = self.processes.sum(counts).double().cpu().unbind(1)
+            figures["accuracy_by_step"] = (right / judged.clamp(min=1)).tolist()
+            figures["conditional_accuracy"] = (right / given.clamp(min=1)).tolist()
+        return figures
 
-    def _update(self, loss_sum: torch.Tensor) -> tuple[float, float]:
-        """Clip gradients and take them into the weights, unless loss or norm is not finite; return the two."""
+    def _update(self, loss_sum: torch.Tensor, limit: float) -> tuple[float, float]:
+        """Clip gradients and take them into the weights, unless loss or norm is not finite or the norm above `limit`;
+        return the two."""
         largest = self.options.max_grad_norm or math.inf
         parameters = [*trainable(self.model).values()]
         norms = gradient_norms(parameters)
         if isinstance(self.optimizer, FusedAdamW):
-            return self.optimizer.clipped_step(loss_sum, norms, largest)
+            return self.optimizer.clipped_step(loss_sum, norms, largest, limit)
         loss, norm = float(loss_sum), math.hypot(*map(float, norms))
-        if math.isfinite(loss) and math.isfinite(norm):
+        if math.isfinite(loss) and math.isfinite(norm) and norm <= limit:
             clip(parameters, norm, largest)
             self.optimizer.step()
         return loss, norm
 
-    def _losses(self, batch: Batch | None, last: bool) -> torch.Tensor:
+    def _losses(self, batch: Batch | None, last: bool, counts: torch.Tensor | None = None) -> torch.Tensor:
         """Return the losses of a batch; gradients are summed up here until the last of a step."""
         if isinstance(self._objective, FSDPModule):
             self._objective.set_requires_gradient_sync(last)
         with self._autocast:
-            return self._objective(batch and batch.used_here(), self.options.ttt_steps, *self._loss)  # type: ignore[no-any-return]
+            return self._objective(  # type: ignore[no-any-return]
+                batch and batch.used_here(), self.options.ttt_steps, *self._loss, counts)
 
     @contextlib.contextmanager
     def _whole_weights(self) -> Iterator[None]:
@@ -198,43 +248,19 @@ class Trainer:
         self._objective.reshard()
 
     def validate(self, samples: list[TrainingSample], check_stop: Any = None) -> dict[str, Any]:
-        """Return loss, accuracy by TTT step and predicted acceptance over the held-out samples."""
-        options, steps = self.options, max(self.options.ttt_steps, self.options.draft_tokens)
+        """Return loss, accuracies and predicted acceptance over the held-out samples: `Tally.figures`."""
+        options, steps = self.options, max(self.options.ttt_steps, *self.served)
         self.model.eval()
         packed = pack(samples, options.batch_tokens, None)[self.processes.rank :: self.processes.world]
-        total = acceptance.Acceptance(0, [0] * options.draft_tokens)
-        counts, losses = torch.zeros(steps, 2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
-        with self._whole_weights(), contextlib.closing(self.loader([*packed])) as loader:
-            for members, batch in zip(packed, loader, strict=True):
+        tally = Tally(samples, steps, self.served)
+        with self._whole_weights(), contextlib.closing(self.loader([*packed], steps)) as loader:
+            for batch in loader:
                 if check_stop:
                     check_stop()
-                if batch.supervised == 0:  # prompts longer than a batch
+                if batch is None or batch.supervised == 0:  # prompts longer than a batch
                     continue
                 with torch.inference_mode(), self._autocast:
                     drafted, loss = ttt.draft(self.model, batch.used_here(), steps, *self._loss)
-                known = batch.without_states()
-                total.add(acceptance.walk_batch(known, members, drafted, options.draft_tokens))
-                counts += acceptance.accuracy_counts(known, drafted)
-                losses += torch.tensor([float(loss[: options.ttt_steps].sum()), batch.supervised], dtype=torch.float64)
-        pooled = torch.cat([counts.flatten(), losses, torch.tensor([total.rounds, *total.accepted]).double()])
-        pooled = self.processes.sum(pooled.to(self.processes.device)).cpu()
-        counts, losses = pooled[: 2 * steps].view(steps, 2), pooled[2 * steps : 2 * steps + 2]
-        rounds, *accepted = pooled[2 * steps + 2 :].long().tolist()
-        predicted = acceptance.Acceptance(rounds, accepted)
-        return {
-            "loss": float(losses[0] / losses[1].clamp(min=1)),
-            "accuracy_by_step": (counts[:, 0] / counts[:, 1].clamp(min=1)).tolist(),
-            "acceptance": predicted.to_dict(),
-        }
-
-
-class Throughput:
-    """Tokens per second since it was made."""
-
-    def __init__(self) -> None:
-        self._start, self._tokens = time.monotonic(), 0
-
-    def add(self, tokens: int) -> float:
-        """Count tokens and return the rate."""
-        self._tokens += tokens
-        return self._tokens / max(1e-9, time.monotonic() - self._start)
+                tally.add(batch.without_states(), drafted, float(loss[: options.ttt_steps].sum()))
+        tally.pool(self.processes)
+        return tally.figures()

@@ -68,15 +68,30 @@ def teacher_logits(model: Any, batch: Batch) -> torch.Tensor:
         return model.verifier_lm_head(normed)  # type: ignore[no-any-return]
 
 
-def loss(model: Any, batch: Batch, steps: int, loss_config: dict[str, Any], decay: float = 1.0) -> torch.Tensor:
+def loss(model: Any, batch: Batch, steps: int, loss_config: dict[str, Any], decay: float = 1.0,
+         counts: torch.Tensor | None = None) -> torch.Tensor:
     """Return the loss [steps], each step's summed over its positions and weighted with decay to the power step.
 
     Args:
         loss_config: {name: (function of logits and target logits [1, N, D] → [1, N], weight)}, as speculators has it.
+        counts: [steps, 3] int64; what `acceptance.accuracy_counts` counts is added to it.
     """
-    targets = teacher_logits(model, batch)
-    return torch.stack([_step_loss(batch, step, logits, targets, loss_config) * decay**step
-                        for step, logits in enumerate(logits_by_step(model, batch, steps))])
+    targets, losses, correct = teacher_logits(model, batch), [], batch.mask
+    for step, logits in enumerate(logits_by_step(model, batch, steps)):
+        if counts is not None:
+            correct = _count(model, batch, step, logits.detach(), correct, counts[step])
+        losses.append(_step_loss(batch, step, logits, targets, loss_config) * decay**step)
+    return torch.stack(losses)
+
+
+def _count(model: Any, batch: Batch, step: int, logits: torch.Tensor, correct: torch.Tensor, counts: torch.Tensor
+           ) -> torch.Tensor:
+    """Count a step's drafted tokens into counts [3]; return [T] which positions are correct so far."""
+    positions = batch.rows[batch.judged[step][0]]
+    before = correct[positions]
+    right = before & (_target_ids(model, logits) == batch.ids[positions + step + 1])
+    counts += torch.stack([right.sum(), torch.full_like(right.sum(), len(positions)), before.sum()])
+    return torch.zeros_like(correct).index_put_((positions,), right)
 
 
 def draft(
@@ -87,13 +102,18 @@ def draft(
     targets = teacher_logits(model, batch) if loss_config else None
     drafted, losses = [], torch.zeros(steps)
     for step, logits in enumerate(logits_by_step(model, batch, steps)):
-        best = logits.argmax(-1)
         tokens = torch.full_like(batch.ids, -1)
-        tokens[batch.rows[batch.judged[step][0]]] = best if model.d2t is None else best + model.d2t[best]
+        tokens[batch.rows[batch.judged[step][0]]] = _target_ids(model, logits)
         drafted.append(tokens.cpu())
         if loss_config and targets is not None:
             losses[step] = _step_loss(batch, step, logits, targets, loss_config) * decay**step
     return drafted, losses
+
+
+def _target_ids(model: Any, logits: torch.Tensor) -> torch.Tensor:
+    """Return the likeliest tokens [N] of draft logits [N, D], as target ids."""
+    best = logits.argmax(-1)
+    return best if model.d2t is None else best + model.d2t[best]  # type: ignore[no-any-return]
 
 
 def _step_loss(batch: Batch, step: int, logits: torch.Tensor, targets: torch.Tensor, loss_config: dict) -> torch.Tensor:

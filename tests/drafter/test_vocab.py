@@ -1,12 +1,18 @@
 """Stage 03 and the mapping: known cases, ranges, consistency, staleness."""
 
+import json
+import shutil
+
 import numpy as np
 import pytest
 import torch
 from support.pipeline import manifest, run_stage, write_traces
 
+from eagle3.common import files
 from eagle3.common.errors import PreconditionError
-from eagle3.drafter import vocab
+from eagle3.drafter import coverage, vocab
+from eagle3.traces import token_counts
+from eagle3.traces.trace_rows import Ledger
 
 
 def counts_of(size: int, **seen: int) -> np.ndarray:
@@ -73,3 +79,84 @@ def test_the_stage_counts_generated_tokens_only_and_refuses_other_settings(tiny_
     stale = run_stage("03_build_vocab_mapping.py", *common, "--draft-vocab-size", 64, check=3)
     assert "input traces" in stale.stderr
     assert traces.is_dir()
+
+
+def test_pinned_tokens_go_in_and_leave_places_for_the_others():
+    counts = counts_of(16, t5=3, t9=1, t12=7)
+    d2t, t2d = vocab.build_mapping(counts, 3, [15, 15, 0])
+    assert (d2t + np.arange(3)).tolist() == [0, 12, 15] and t2d[15]
+    with pytest.raises(PreconditionError, match="more tokens have to be in the draft vocabulary"):
+        vocab.build_mapping(counts, 2, [1, 2, 3])
+
+
+def test_every_size_is_covered_as_a_mapping_of_that_size_is():
+    halves = np.random.default_rng(0).zipf(1.5, (2, 3000))
+    sizes = coverage.by_size(halves, 1234, [7, 2999], hidden=64, layer=1000)
+    assert [each.size for each in sizes] == [1000, 1234, 2000, 3000]
+    for each in sizes:
+        own = vocab.build_mapping(halves.sum(0), each.size, [7, 2999])[1]
+        assert each.coverage == pytest.approx(vocab.coverage(halves.sum(0), own))
+        assert each.held_out == pytest.approx(vocab.held_out_coverage(halves, each.size, [7, 2999]))
+        assert (each.head_bytes, each.head_share) == (each.size * 128, each.size * 64 / (each.size * 64 + 1000))
+    page = coverage.page(sizes, 1234, int(halves.sum()))
+    assert "1,234 (chosen)" in page and page.count("<svg") == 1
+
+
+def test_counts_kept_by_stage_01_give_the_mapping_of_the_traces(tiny_model, tmp_path):
+    traces = write_traces(tmp_path, tiny_model, count=5)
+    run_stage("03_build_vocab_mapping.py", "--run-dir", tmp_path, "--model", tiny_model, "--draft-vocab-size", 64)
+    ledger = Ledger(traces)
+    assert ledger.tokens.write(traces / token_counts.FILE_NAME)
+    written = manifest(traces)
+    written["outputs"] = {"token_counts": {"path": token_counts.FILE_NAME, **proof(traces / token_counts.FILE_NAME)}}
+    files.write_json(traces / "manifest.json", written)
+    (traces / "traces.jsonl").write_text("")  # nobody reads it
+    run_stage("03_build_vocab_mapping.py", "--run-dir", tmp_path, "--model", tiny_model, "--draft-vocab-size", 64,
+              "--out", tmp_path / "kept")
+    assert (tmp_path / "kept" / vocab.MAPPING).read_bytes() == (tmp_path / "03_vocab" / vocab.MAPPING).read_bytes()
+    for name in ("counts", "coverage", "held_out_coverage", "coverage_by_size"):
+        assert manifest(tmp_path / "kept")[name] == manifest(tmp_path / "03_vocab")[name], name
+    path = traces / token_counts.FILE_NAME
+    path.write_bytes(path.read_bytes()[:-8] + b"\1" * 8)
+    refused = run_stage("03_build_vocab_mapping.py", "--run-dir", tmp_path, "--model", tiny_model, "--out",
+                        tmp_path / "damaged", check=3)
+    assert token_counts.FILE_NAME in refused.stderr
+
+
+def proof(path):
+    return {"bytes": path.stat().st_size, "sha256": files.sha256_file(path)}
+
+
+def test_ids_are_counted_by_half_whatever_their_number():
+    counts, rng = token_counts.TokenCounts(), np.random.default_rng(0)
+    rows = [rng.integers(0, 50 + 10 * number, 7000).tolist() for number in range(30)]
+    for row in rows:
+        counts.add(row)
+    for half in (0, 1):
+        expected = np.bincount(np.concatenate(rows[half::2]), minlength=400)
+        assert counts.halves(400)[half].tolist() == expected.tolist()
+    counts.add([1 << 40])  # no token of any verifier: it must not be counted up to
+    assert not counts.write("nowhere")
+
+
+def test_pins_and_padding(tiny_model, tmp_path):
+    """A model padded to more rows than its tokenizer has ids, and a draft vocabulary that reaches into them."""
+    model = shutil.copytree(tiny_model, tmp_path / "padded")
+    config = json.loads((model / "config.json").read_text())
+    size = config["vocab_size"]
+    (model / "config.json").write_text(json.dumps(config | {"vocab_size": size + 64}))
+    write_traces(tmp_path, tiny_model, count=3)
+    common = ["--run-dir", tmp_path, "--model", model]
+    log = run_stage("03_build_vocab_mapping.py", *common, "--draft-vocab-size", 64, "--pin",
+                    f"{size - 1} {size + 63} '<think>'").stderr
+    result = manifest(tmp_path / "03_vocab")
+    assert {size - 1, size + 63} < {*result["pinned"]} and len(result["pinned"]) == 3
+    t2d = vocab.load_mapping(tmp_path / "03_vocab" / vocab.MAPPING)[1]
+    assert t2d[result["pinned"]].all() and "1 places of the draft vocabulary are padding" in log
+    assert (tmp_path / "03_vocab" / coverage.PAGE).read_text().count("<svg") == 1
+    for wrong in (str(size + 64), "several words of text"):
+        refused = run_stage("03_build_vocab_mapping.py", *common, "--pin", f"'{wrong}'", "--out", tmp_path / "x",
+                            check=3)
+        assert "not a token of the verifier" in refused.stderr and wrong in refused.stderr
+    changed = run_stage("03_build_vocab_mapping.py", *common, "--draft-vocab-size", 64, check=3)
+    assert "vocab.pin" in changed.stderr

@@ -9,7 +9,7 @@ from eagle3.states.numbering import number_traces
 
 
 def row(name, digest="d", tokens=4):
-    return name, f"{name}-{digest}", list(range(tokens)), [0, *[1] * (tokens - 1)]
+    return name, f"{name}-{digest}", list(range(tokens)), [0, *[1] * (tokens - 1)], "s"
 
 
 def numbered(rows, index=None, **more):
@@ -75,7 +75,7 @@ def test_a_limit_leaves_what_is_captured():
 
 
 def test_what_is_left_out_is_counted_and_nothing_left_is_an_error():
-    empty = ("e", "e-d", [1, 2], [0, 0])
+    empty = ("e", "e-d", [1, 2], [0, 0], "s")
     result = numbered([row("a"), row("long", tokens=101), empty])
     assert result.skipped == {"too_long": 1, "nothing_generated": 1}
     with pytest.raises(PreconditionError, match="no trace can be captured"):

@@ -84,13 +84,17 @@ def manifest(folder: Path) -> dict:
 
 
 def tree(folder: Path) -> dict[str, str]:
-    """Return {relative path: hash} of what a stage leaves behind, without what names the run itself."""
+    """Return {relative path: hash} of what a stage leaves behind, without what names the run and its speed."""
     skip = {"manifest.json", "progress.json", ".lock"}
-    return {
+    hashes = {
         str(path.relative_to(folder)): files.sha256_file(path)
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.name not in skip
     }
+    if "metrics.jsonl" in hashes:
+        rows = [row for _, row in files.read_jsonl(folder / "metrics.jsonl")]
+        hashes["metrics.jsonl"] = files.sha256_json([row | {"speed": None} for row in rows])
+    return hashes
 
 
 def write_export(folder: Path, model: Path) -> Path:

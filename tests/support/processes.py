@@ -1,5 +1,6 @@
 """Waiting for processes, and whether they still live."""
 
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterable
@@ -39,3 +40,10 @@ def end(process: subprocess.Popen, seconds: float = 20) -> tuple[int, str]:
     """Return (exit code, stderr) of a process that ends by itself."""
     _, errors = process.communicate(timeout=seconds)
     return process.returncode, errors
+
+
+def free_port() -> int:
+    """Return a port of 127.0.0.1 that nobody listens on just now."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])

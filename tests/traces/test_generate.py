@@ -18,7 +18,7 @@ from eagle3.common import files
 from eagle3.common.errors import PreconditionError
 from eagle3.common.options import GenerateOptions
 from eagle3.common.script import run_script
-from eagle3.traces import trace_rows
+from eagle3.traces import token_counts, trace_rows
 from eagle3.traces.chat import load_chat
 
 FAST_RETRY = {"retry-after-ms": "10"}
@@ -221,6 +221,11 @@ def test_a_second_run_does_nothing_and_appended_prompts_extend(stage_01, tmp_pat
         assert stub.calls == ["c"]
     assert (tmp_path / "run/01_traces/traces.jsonl").read_bytes().startswith(before)
     assert manifest(tmp_path)["content"] != first["content"]
+    counts, count = token_counts.read(tmp_path / "run/01_traces" / token_counts.FILE_NAME)  # of both runs
+    assert count == 3 and manifest(tmp_path)["outputs"]["token_counts"]["sha256"]
+    for half in (0, 1):
+        ids = [token for row in lines(tmp_path)[half::2] for token in row["completion_token_ids"]]
+        assert counts[half].tolist() == [ids.count(token) for token in range(counts.shape[1])]
 
 
 def test_a_changed_option_is_refused_by_name(stage_01, tmp_path):

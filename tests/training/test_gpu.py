@@ -187,7 +187,7 @@ def test_a_copy_in_bf16_follows_its_weights(products):
     assert torch.equal(products.in_half(first, second), torch.cat([first, second]).bfloat16())
 
 
-def test_adamw_is_torchs_and_skips_what_is_not_finite(products):
+def test_adamw_is_torchs_and_skips_what_is_not_finite_or_a_spike(products):
     from eagle3.common.options import TrainSection
     from eagle3.training.optimizer import make_optimizer
 
@@ -206,6 +206,7 @@ def test_adamw_is_torchs_and_skips_what_is_not_finite(products):
         if number == 2:
             before = [weight.detach().clone() for weight in models[0]]
             assert math.isnan(ours.clipped_step(one * math.nan, norms, 1.0)[0])
+            assert ours.clipped_step(one, norms, 1.0, limit=0.9 * float(norms[0]))[1] == float(norms[0])  # a spike
             assert all(torch.equal(*pair) for pair in zip(before, models[0], strict=True))
         loss, norm = ours.clipped_step(one, norms, 1.0)
         assert (loss, norm) == (1.0, pytest.approx(float(norms[0])))

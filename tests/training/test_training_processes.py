@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.pipeline import LAYERS, manifest, run_stage, tree
-from support.processes import end
+from support.processes import end, free_port
 from support.project import ROOT
 
 from eagle3.common import files
@@ -61,6 +61,23 @@ def test_a_killed_worker_costs_nothing(two, prepared, tiny_model, tmp_path):
     resumed = run_stage(*command)
     assert "resuming at step" in resumed.stderr
     assert tree(tmp_path / "out") == tree(two)
+
+
+def test_two_hosts_compute_the_same_run(two, prepared, tiny_model, tmp_path):
+    """A torchrun on each of two loopback addresses, as on two machines that share a file system."""
+    port = free_port()
+    hosts = []
+    for number, address in enumerate(("127.0.0.1", "127.0.0.2")):
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--node-rank", number,
+                    "--nproc-per-node", 1, "--master-addr", "127.0.0.1", "--master-port", port, "--local-addr", address]
+        command = [*launcher, ROOT / "04_train.py", *arguments(prepared, tiny_model, tmp_path / "out")]
+        hosts.append(subprocess.Popen([*map(str, command)], stderr=subprocess.PIPE, text=True,
+                                      env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}))
+    said = [end(host, 240) for host in hosts]
+    assert [code for code, _ in said] == [0, 0], said[0][1][-3000:] + said[1][1][-3000:]
+    assert "process 2 of 2 waits for the others at 127.0.0.1" in said[1][1]
+    assert tree(tmp_path / "out") == tree(two)
+    assert manifest(tmp_path / "out")["fingerprint"] == manifest(two)["fingerprint"]
 
 
 def test_a_file_that_one_process_cannot_read_ends_all_with_its_fix(prepared, tiny_model, tmp_path):
