@@ -109,8 +109,25 @@ class GenerateSection:
     prompts: str = option(
         "",
         "where prompts come from: a file (JSON lines, JSON array, Parquet), a folder of such files or one saved by "
-        "`datasets`, or the name of a dataset on the hub",
+        "`datasets`, or the name of a dataset on the hub; self:N lets the verifier invent N of its own",
         path=True,
+    )
+    self_temperature: float = option(1.0, "sampling temperature of self:N", minimum=0.0)
+    self_top_p: float = option(1.0, "nucleus sampling of self:N", minimum=0.0, maximum=1.0)
+    self_seed: int = option(0, "seed of self:N; each request has its own, made of this one and its number")
+    self_tokens: list[int] = option([4, 384], "shortest and longest prompt of self:N", unit="tokens", minimum=1,
+                                    length=2)
+    self_systems: list[str] = option(
+        [], "system prompts before which self:N lets the user speak, in turn, one a request; '' is none"
+    )
+    self_openings: list[str] = option(
+        [], "first words of the user in self:N, in turn, such as 'Write a poem' 'Translate into'; '' is none"
+    )
+    self_keep_system: bool = option(False, "ask the prompts of self:N with the system prompt that they were invented "
+                                    "after; otherwise it only steers what they are about")
+    self_held_out: list[str] = option(
+        [], "files of prompts that self:N must not come near; prompts/benchmark.jsonl of the project and the "
+        "configuration's benchmark.prompts are kept out in any case"
     )
     prompt_split: str = option("train", "split of a dataset that has several", results=False)
     turns: str = option(
