@@ -253,6 +253,11 @@ class TrainSection:
     ttt_step_loss_decay: float = option(1.0, "weight of step k's loss is this to the power k", minimum=0.0)
     loss: str = option("kl_div", "training loss", choices=("kl_div", "ce"))
     intermediate_size: int | None = option(None, "width of the drafter's MLP; default: the verifier's dense one")
+    fc_norm: bool | None = option(None, "norm each captured state before fc (EAGLE-3.1); default: as the drafter "
+                                  "of --init-from, else no")
+    norm_before_fc: bool | None = option(None, "norm the captured states together before fc; default: as for fc_norm")
+    norm_output: bool | None = option(None, "go on drafting from the normed output (EAGLE-3.1); default: as for "
+                                      "fc_norm")
     validation_fraction: float = option(0.05, "share of samples held out", minimum=0.0, maximum=0.9)
     draft_tokens: int = option(3, "draft tokens of the predicted acceptance length", unit="tokens", minimum=1)
     seed: int = option(0, "seed of initialisation and data order")

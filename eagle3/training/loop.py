@@ -10,6 +10,7 @@ from eagle3.common.errors import Interrupted
 from eagle3.common.log import logger
 from eagle3.common.stage import Stage
 from eagle3.drafter import verifier
+from eagle3.drafter.network import norms_of
 from eagle3.training import checkpoints
 from eagle3.training.batches import TrainingSample
 from eagle3.training.schedule import Schedule, learning_rate, supervised
@@ -28,8 +29,10 @@ class Loop:
         self.options = trainer.options
         self.root = stage.directory / "checkpoints"
         self.first = trainer.processes.rank == 0
+        self.norms = norms_of(trainer.model)
         self.counters: dict[str, Any] = {"step": 0, "epoch": 0, "epoch_end": False, "best": None,
-                                         "validation": None, "total_steps": schedule.total_steps, "layers": layers}
+                                         "validation": None, "total_steps": schedule.total_steps, "layers": layers,
+                                         "norms": self.norms}
         self.layers = layers
         self.rows: list[dict[str, Any]] = []
         self.metrics = stage.directory / "metrics.jsonl"
@@ -55,7 +58,8 @@ class Loop:
         newest = self.trainer.processes.from_first(newest)  # reading every checksum once is enough
         if newest is not None:
             self.counters = checkpoints.load(newest, self.trainer.model, self.trainer.optimizer)
-            self.counters["layers"] = self.layers  # a checkpoint of an older version does not say
+            # a checkpoint of an older version does not say
+            self.counters |= {"layers": self.layers, "norms": self.norms}
             logger.info("resuming at step %d of %d from %s", self.counters["step"], self.schedule.total_steps, newest)
         if self.first:
             rows = files.read_jsonl(self.metrics) if newest else ()
