@@ -251,7 +251,8 @@ class TrainSection:
     accumulation: int = option(1, "batches summed up for one optimizer step", unit="batches", minimum=1)
     ttt_steps: int = option(3, "training-time-test steps: how many tokens ahead the drafter is trained", minimum=1)
     ttt_step_loss_decay: float = option(1.0, "weight of step k's loss is this to the power k", minimum=0.0)
-    loss: str = option("kl_div", "training loss", choices=("kl_div", "ce"))
+    loss: str = option("kl_div", "training loss (eagle3/training/losses.py has the formulas); on GPUs kl_div takes the "
+                       "least memory and time", choices=("kl_div", "ce", "rkl", "jsd", "tv", "nla", "lk_hybrid"))
     intermediate_size: int | None = option(None, "width of the drafter's MLP; default: the verifier's dense one")
     fc_norm: bool | None = option(None, "norm each captured state before fc (EAGLE-3.1); default: as the drafter "
                                   "of --init-from, else no")

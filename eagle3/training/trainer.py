@@ -23,7 +23,7 @@ from eagle3.common import workers
 from eagle3.common.errors import StageError
 from eagle3.common.options import TrainSection
 from eagle3.states.store import StateStore
-from eagle3.training import acceptance, ttt
+from eagle3.training import acceptance, losses, ttt
 from eagle3.training.batches import Batch, Prefetcher, TrainingSample, collate, pack
 from eagle3.training.checkpoints import trainable
 from eagle3.training.optimizer import FusedAdamW, make_optimizer
@@ -86,10 +86,8 @@ class Trainer:
     """Runs optimizer steps and validation on one process of the group."""
 
     def __init__(self, model: Any, store: StateStore, options: TrainSection, processes: Processes) -> None:
-        from speculators.losses import resolve_loss_config
-
         self.model, self.store, self.options, self.processes = model, store, options, processes
-        self._loss = resolve_loss_config(options.loss, "eager"), options.ttt_step_loss_decay
+        self._loss = losses.of(options.loss), options.ttt_step_loss_decay
         bf16 = options.dtype == "bfloat16" or (options.dtype == "auto" and processes.device.type == "cuda")
         self._dtype = torch.bfloat16 if bf16 else torch.float32
         self._autocast = torch.autocast(processes.device.type, torch.bfloat16) if bf16 else contextlib.nullcontext()

@@ -75,7 +75,7 @@ def loss(model: Any, batch: Batch, steps: int, loss_config: dict[str, Any], deca
     """Return the loss [steps], each step's summed over its positions and weighted with decay to the power step.
 
     Args:
-        loss_config: {name: (function of logits and target logits [1, N, D] → [1, N], weight)}, as speculators has it.
+        loss_config: {name: (function of logits and target logits [1, N, D] → [1, N], weight)}, from `losses.of`.
     """
     targets = teacher_logits(model, batch)
     return torch.stack([_step_loss(batch, step, logits, targets, loss_config) * decay**step
