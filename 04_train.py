@@ -36,7 +36,7 @@ from eagle3.training.lineage import check_lineage
 def run(options: TrainOptions, stage: Stage) -> None:
     """Train from the newest checkpoint, or from the start, to the last epoch."""
     train = options.train
-    wanted_norms(train)
+    check_choices(train)
     facts = verifier.read(Path(config.require(options.model.path, "--model", "the verifier")))
     states, mapping = stage.path_of(train.states, "02_states"), stage.path_of(train.vocab, "03_vocab")
     if stage.common.dry_run:
@@ -101,11 +101,19 @@ def check_start(options: TrainOptions, stage: Stage, facts: verifier.Verifier, u
         logger.warning("%s: %s", train.init_from, note)
 
 
-def wanted_norms(train: TrainSection) -> dict[str, bool | None]:
-    """Return the norms that are asked for; UsageError for two that exclude each other."""
+def check_choices(train: TrainSection) -> None:
+    """Raise UsageError for options that exclude each other."""
+    if train.optimizer == "muon" and (train.gpus > 1 or workers.world() > 1):
+        raise UsageError("Muon needs whole matrices, which several processes divide", where="--optimizer muon, --gpus",
+                         expected="one process", found=max(train.gpus, workers.world()),
+                         fix="take --optimizer adamw, or one GPU")
     if train.fc_norm and train.norm_before_fc:
         raise UsageError("two norms before fc are chosen", where="--fc-norm, --norm-before-fc", expected="one of them",
                          fix="leave one out")
+
+
+def wanted_norms(train: TrainSection) -> dict[str, bool | None]:
+    """Return the norms that are asked for, None where it is left to the drafter."""
     return {name: getattr(train, name) for name in TRAINED_NORMS}
 
 

@@ -241,10 +241,12 @@ class TrainSection:
         path=True,
     )
     epochs: int = option(5, "passes over the training samples", minimum=1)
-    lr: float = option(3e-5, "peak learning rate (AdamW)", minimum=0.0)
+    optimizer: str | None = option(None, "adamw, or muon: Muon for the matrices but lm_head, AdamW for the rest, one "
+                                   "process only; default: adamw", choices=("adamw", "muon"))
+    lr: float = option(3e-5, "peak learning rate", minimum=0.0)
     warmup_ratio: float = option(0.01, "share of the steps with rising learning rate", minimum=0.0, maximum=1.0)
     min_lr_ratio: float = option(0.0, "learning rate at the end of the cosine, as a share of lr", minimum=0.0)
-    weight_decay: float = option(0.01, "AdamW weight decay of matrices (none on norms)", minimum=0.0)
+    weight_decay: float = option(0.01, "weight decay of matrices (none on norms)", minimum=0.0)
     adam_betas: list[float] = option([0.9, 0.95], "AdamW betas, both below 1", minimum=0.0, maximum=0.999999, length=2)
     max_grad_norm: float = option(1.0, "gradients are scaled down to this norm", minimum=0.0)
     batch_tokens: int = option(8192, "tokens packed into one batch of one process", unit="tokens", minimum=8)

@@ -99,6 +99,8 @@ def test_stages_04_and_05_carry_the_norms(prepared, tiny_model, tmp_path):
     train = ["04_train.py", *where, *states, "--layers", *LAYERS.split(), "--epochs", 1, "--batch-tokens", 400]
     refused = run_stage(*train, "--fc-norm", "--norm-before-fc", check=2)
     assert "two norms before fc" in refused.stderr
+    refused = run_stage(*train, "--optimizer", "muon", "--gpus", 2, check=2)
+    assert "Muon needs whole matrices" in refused.stderr
     run_stage(*train, "--fc-norm", "--norm-output")
     step = tmp_path / "04_train/checkpoints/best"
     assert files.read_json(step / "trainer.json")["norms"] == ["fc_norm", "norm_output"]
