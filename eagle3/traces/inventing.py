@@ -65,7 +65,8 @@ class Inventor:
                 raise first_problem(error)
 
     @property
-    def _enough(self) -> bool:
+    def enough(self) -> bool:
+        """Whether as many prompts are usable as are wanted."""
         return len(self.usable) >= self.plan.count
 
     async def _work_together(self) -> None:
@@ -82,7 +83,7 @@ class Inventor:
                 raise error
 
     async def _work(self) -> None:
-        while not self._enough:
+        while not self.enough:
             number = heapq.heappop(self._again) if self._again else next(self._new)
             turn = self._turns[number % len(self._turns)]
             try:
@@ -115,7 +116,7 @@ class Inventor:
 
     def _judge(self) -> None:
         """Judge what is there without a gap, in order, up to the last prompt that is needed."""
-        while not self._enough and (attempt := self.record.attempts.get(self.judged)):
+        while not self.enough and (attempt := self.record.attempts.get(self.judged)):
             self.judged += 1
             good = self.cleaner.usable(attempt)
             self._fruitless = 0 if good else self._fruitless + 1
@@ -153,6 +154,6 @@ def invent(record: Record, pool: Pool, chat: Chat, progress: Progress, look: Cal
     record.directory.mkdir(parents=True, exist_ok=True)
     inventor = Inventor(record, pool, chat, progress)
     record.begin()
-    if not inventor._enough:
+    if not inventor.enough:
         asyncio.run(inventor.run(look))
     record.finish(inventor.usable, inventor.cleaner, inventor.judged)

@@ -23,6 +23,7 @@ from eagle3.traces.prompt_cleaning import Attempt, Cleaner
 PREFIX = "self:"
 PROMPTS, ATTEMPTS, RECORD = "self_prompts.jsonl", "self_attempts.jsonl", "self_prompts.json"
 SCHEMA_VERSION = 1
+_FIELDS = {"number": int, "text": str, "tokens": int, "ended": str, "control": bool}  # of a line of ATTEMPTS
 _LABEL = 40  # characters of an opening or a system prompt by which its prompts are called
 
 
@@ -149,14 +150,11 @@ class Record:
         self._known = files.read_json(directory / RECORD, fix="use --restart (moves the old aside)")
         self._refuse_other(self._known.get("settings") if isinstance(self._known, dict) else None)
         for line, row in files.read_jsonl(directory / ATTEMPTS):
-            try:
-                attempt = Attempt(**row)
-                assert all(type(value) is kind for value, kind in zip(row.values(), (int, str, int, str, bool),
-                                                                      strict=True))
-            except (TypeError, ValueError, AssertionError):
+            if {name: type(value) for name, value in row.items()} != _FIELDS:
                 raise PreconditionError("an attempt is damaged", where=f"{directory / ATTEMPTS} line {line}",
-                                        fix="remove that line: only that request is sent again") from None
-            self.attempts.setdefault(attempt.number, attempt)
+                                        expected=", ".join(f"{name} ({_FIELDS[name].__name__})" for name in _FIELDS),
+                                        found=f"{row!r:.80}", fix="remove that line: only that request is sent again")
+            self.attempts.setdefault(row["number"], Attempt(**row))
 
     @property
     def prompts(self) -> Path:

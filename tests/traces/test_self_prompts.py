@@ -236,6 +236,16 @@ def test_more_prompts_go_on_and_other_settings_are_refused(own, chat, tmp_path):
         assert "self_temperature: 1.0 → 0.5" in log(tmp_path) and written(tmp_path) == before
 
 
+def test_a_damaged_attempt_is_named(own, chat, tmp_path):
+    with Stub({"chat": chat, "says": says(chat), "die_after": 9}) as stub:
+        assert own(stub, 20, "--retries", 0) == 4
+    path = tmp_path / "run/01_traces/self_attempts.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'"control":false', b'"control":0', 1))
+    with Stub({"chat": chat, "says": says(chat)}) as stub:
+        assert own(stub, 20) == 3
+    assert "an attempt is damaged" in log(tmp_path) and "line 1" in log(tmp_path)
+
+
 def test_kinds_take_turns_and_name_their_prompts(own, chat, tmp_path):
     with Stub({"chat": chat, "says": says(chat)}) as stub:
         assert own(stub, 12, "--self-openings", "'Write a poem' ''", "--self-systems", "'Be brief.'",
