@@ -27,12 +27,13 @@ from pathlib import Path
 from typing import Any
 
 from eagle3.common import config, files, workers
-from eagle3.common.errors import PreconditionError, StaleError
+from eagle3.common.errors import PreconditionError, StaleError, UsageError
 from eagle3.common.log import logger
-from eagle3.common.options import BenchmarkOptions, TrainOptions
+from eagle3.common.options import BenchmarkOptions, TrainOptions, TrainSection
 from eagle3.common.script import main
 from eagle3.common.stage import Stage
 from eagle3.drafter import verifier
+from eagle3.drafter.flat_config import TRAINED_NORMS
 from eagle3.training import tracking
 from eagle3.training.lineage import check_lineage
 
@@ -40,6 +41,7 @@ from eagle3.training.lineage import check_lineage
 def run(options: TrainOptions, stage: Stage) -> None:
     """Train from the newest checkpoint, or from the start, to the last epoch."""
     train = options.train
+    check_choices(train)
     facts = verifier.read(Path(config.require(options.model.path, "--model", "the verifier")))
     states, mapping = stage.path_of(train.states, "02_states"), stage.path_of(train.vocab, "03_vocab")
     if stage.common.dry_run:
@@ -101,8 +103,24 @@ def check_start(options: TrainOptions, stage: Stage, facts: verifier.Verifier, u
         del again[-3:-1]
     t2d = vocab.load_mapping(mapping / vocab.MAPPING)[1]
     for note in network.check_start(Path(train.init_from), facts, upstream["states"]["layers"], t2d,
-                                    train.intermediate_size, fix=shlex.join(again)):
+                                    train.intermediate_size, norms=wanted_norms(train), fix=shlex.join(again)):
         logger.warning("%s: %s", train.init_from, note)
+
+
+def check_choices(train: TrainSection) -> None:
+    """Raise UsageError for options that exclude each other."""
+    if train.optimizer == "muon" and (train.gpus > 1 or workers.world() > 1):
+        raise UsageError("Muon needs whole matrices, which several processes divide", where="--optimizer muon, --gpus",
+                         expected="one process", found=max(train.gpus, workers.world()),
+                         fix="take --optimizer adamw, or one GPU")
+    if train.fc_norm and train.norm_before_fc:
+        raise UsageError("two norms before fc are chosen", where="--fc-norm, --norm-before-fc", expected="one of them",
+                         fix="leave one out")
+
+
+def wanted_norms(train: TrainSection) -> dict[str, bool | None]:
+    """Return the norms that are asked for, None where it is left to the drafter."""
+    return {name: getattr(train, name) for name in TRAINED_NORMS}
 
 
 def served_draft_tokens(options: TrainOptions, stage: Stage) -> list[int]:
@@ -175,7 +193,7 @@ def train_here(options: TrainOptions, stage: Stage, facts: verifier.Verifier, st
 
     from eagle3.drafter import network, vocab
     from eagle3.states.store import StateStore, load_dataset
-    from eagle3.training import batches, checkpoints
+    from eagle3.training import batches, checkpoints, ttt
     from eagle3.training.long_samples import LONG, fit
     from eagle3.training.loop import Loop
     from eagle3.training.schedule import Schedule
@@ -194,8 +212,12 @@ def train_here(options: TrainOptions, stage: Stage, facts: verifier.Verifier, st
     schedule = Schedule(training, train, train.accumulation * processes.world)
     d2t, t2d = vocab.load_mapping(mapping / vocab.MAPPING)
     shape = network.layer_shape(facts, train.intermediate_size)
+    norms = tuple(name for name, wanted in wanted_norms(train).items() if wanted)
     model = (network.continue_from(Path(train.init_from), facts, layers) if train.init_from
-             else network.build(facts, layers, d2t, t2d, shape, seed=train.seed)).to(processes.device)
+             else network.build(facts, layers, d2t, t2d, shape, norms=norms, seed=train.seed)).to(processes.device)
+    if ttt.has_norms(model) and ttt.fused_on(processes.device):
+        logger.info("%s: the plain form of the step is trained, the fused one does not know them",
+                    ", ".join(network.norms_of(model)))
     trainer = Trainer(model, store, train, processes, served_draft_tokens(options, stage))
     loop = Loop(stage, facts, trainer, schedule, held_out, layers)
     packed = schedule.packed(0)

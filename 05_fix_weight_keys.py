@@ -78,7 +78,7 @@ def run(options: ExportOptions, stage: Stage) -> None:
         removed=export.removed,
         checks=findings.as_json(results),
         smoke=measured,
-        trained={"ids": export.trained_ids, "here": export.trained_here},
+        trained={"ids": export.trained_ids, "here": export.trained_here, "norms": export.trained_norms},
         patches=engine.get("patches", []),
     )
     logger.info("%s (%s) loads %s: %d tensors, %d keys renamed, left out: %s", export.engine,
@@ -113,6 +113,7 @@ def read_export(options: ExportOptions, stage: Stage) -> Export:
         given_ids=facts.layers(options.model.layers)[:-1] if options.model.layers else [],
         trained_ids=training["trained_ids"],
         trained_here=training["trained_here"],
+        trained_norms=training["trained_norms"],
         keeps_embedding=section.trained_embedding,
     )
 

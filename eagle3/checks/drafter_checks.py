@@ -11,7 +11,7 @@ from eagle3.common import config, files, proofs, tensor_files, versions
 from eagle3.common import manifest as manifests
 from eagle3.common.findings import FAIL, OK, WARN, Finding, said
 from eagle3.drafter import config_keys, verifier
-from eagle3.drafter.checkpoint import Export, prove, training_record
+from eagle3.drafter.checkpoint import Export, prove, trained_norms, training_record
 from eagle3.drafter.flat_config import captured_ids
 from eagle3.engines import installed
 
@@ -78,9 +78,10 @@ def training_of(folder: Path) -> dict[str, Any]:
     if "trained" in manifest:
         keeps = bool(((manifest.get("options") or {}).get("export") or {}).get("trained_embedding"))
         trained = manifest["trained"]
-        return {"trained_ids": trained["ids"], "trained_here": trained["here"], "keeps_embedding": keeps}
+        return {"trained_ids": trained["ids"], "trained_here": trained["here"], "keeps_embedding": keeps,
+                "trained_norms": trained.get("norms") or []}
     ids, here = training_record(folder)
-    return {"trained_ids": ids, "trained_here": here, "keeps_embedding": False}
+    return {"trained_ids": ids, "trained_here": here, "keeps_embedding": False, "trained_norms": trained_norms(folder)}
 
 
 def _export_manifest(folder: Path) -> dict[str, Any]:

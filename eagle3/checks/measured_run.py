@@ -16,7 +16,7 @@ from eagle3.common import files, tensor_files
 from eagle3.common.errors import PreconditionError
 from eagle3.common.findings import Finding
 from eagle3.drafter import config_keys, verifier
-from eagle3.drafter.checkpoint import Export, canonical_key, training_record
+from eagle3.drafter.checkpoint import Export, canonical_key, trained_norms, training_record
 from eagle3.drafter.flat_config import flat_config
 from eagle3.engines.startup_log import EngineLog
 
@@ -167,13 +167,14 @@ def gather(path: Path, *, model: str = "", drafter: str | None = None) -> Run:
     measured = [each for each in measured if main and _load_of(each) == _load_of(main)]
     version = main["engine"]["version"] if main else predicted.get("engine")
     ids, here = training_record(checkpoint) if checkpoint else (None, False)
+    norms = trained_norms(checkpoint) if checkpoint else (exported.get("trained") or {}).get("norms") or []
     ids = ids or (exported.get("trained") or {}).get("ids") or ((made["02_states"].get("layers") or [])[:-1] or None)
     basis = exported.get("fingerprint_basis") or {}
     length = basis.get("export.serving_length") or facts.max_positions
     trained_embedding = bool(basis.get("export.trained_embedding"))
     known = {"verifier": facts, "engine": kind, "trained_ids": ids, "serving_length": length,
              "version": version if version != "attached" else None, "trained_here": here,
-             "keeps_embedding": trained_embedding}  # fmt: skip
+             "trained_norms": norms, "keeps_embedding": trained_embedding}  # fmt: skip
     served = _export(folder, known)
     counts = (options.get("benchmark") or {}).get("draft_tokens") or [0]
     name = f"{bench.name}-drafter-{main['draft_tokens'] if main else counts[0]}-server.log"

@@ -46,7 +46,7 @@ def before_engine(
 def before_drafter(options: Any, stage: Stage, drafter: Path, export: Export) -> None:
     """Look at a drafter alone, as `export` was written into its folder; PreconditionError when a check fails."""
     training = {"trained_ids": export.trained_ids, "trained_here": export.trained_here,
-                "keeps_embedding": export.keeps_embedding}
+                "trained_norms": export.trained_norms, "keeps_embedding": export.keeps_embedding}
     subject = Subject(options.engine, options.model, stage.run_dir, drafter=drafter, training=training)
     require(stage, subject, (check_drafter,))
 

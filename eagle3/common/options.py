@@ -118,8 +118,25 @@ class GenerateSection:
     prompts: str = option(
         "",
         "where prompts come from: a file (JSON lines, JSON array, Parquet), a folder of such files or one saved by "
-        "`datasets`, or the name of a dataset on the hub",
+        "`datasets`, or the name of a dataset on the hub; self:N lets the verifier invent N of its own",
         path=True,
+    )
+    self_temperature: float = option(1.0, "sampling temperature of self:N", minimum=0.0)
+    self_top_p: float = option(1.0, "nucleus sampling of self:N", minimum=0.0, maximum=1.0)
+    self_seed: int = option(0, "seed of self:N; each request has its own, made of this one and its number")
+    self_tokens: list[int] = option([4, 384], "shortest and longest prompt of self:N", unit="tokens", minimum=1,
+                                    length=2)
+    self_systems: list[str] = option(
+        [], "system prompts before which self:N lets the user speak, in turn, one a request; '' is none"
+    )
+    self_openings: list[str] = option(
+        [], "first words of the user in self:N, in turn, such as 'Write a poem' 'Translate into'; '' is none"
+    )
+    self_keep_system: bool = option(False, "ask the prompts of self:N with the system prompt that they were invented "
+                                    "after; otherwise it only steers what they are about")
+    self_held_out: list[str] = option(
+        [], "files of prompts that self:N must not come near; prompts/benchmark.jsonl of the project and the "
+        "configuration's benchmark.prompts are kept out in any case"
     )
     prompt_split: str = option("train", "split of a dataset that has several", results=False)
     turns: str = option(
@@ -244,10 +261,12 @@ class TrainSection:
     epochs: int = option(5, "passes over the training samples", minimum=1)
     max_steps: int | None = option(None, "end after this many optimizer steps, the learning rate with them",
                                    unit="steps", minimum=1)
-    lr: float = option(3e-5, "peak learning rate (AdamW)", minimum=0.0)
+    optimizer: str | None = option(None, "adamw, or muon: Muon for the matrices but lm_head, AdamW for the rest, one "
+                                   "process only; default: adamw", choices=("adamw", "muon"))
+    lr: float = option(3e-5, "peak learning rate", minimum=0.0)
     warmup_ratio: float = option(0.01, "share of the steps with rising learning rate", minimum=0.0, maximum=1.0)
     min_lr_ratio: float = option(0.0, "learning rate at the end of the cosine, as a share of lr", minimum=0.0)
-    weight_decay: float = option(0.01, "AdamW weight decay of matrices (none on norms)", minimum=0.0)
+    weight_decay: float = option(0.01, "weight decay of matrices (none on norms)", minimum=0.0)
     adam_betas: list[float] = option([0.9, 0.95], "AdamW betas, both below 1", minimum=0.0, maximum=0.999999, length=2)
     max_grad_norm: float = option(1.0, "gradients are scaled down to this norm", minimum=0.0)
     spike_factor: float = option(
@@ -262,8 +281,14 @@ class TrainSection:
     accumulation: int = option(1, "batches summed up for one optimizer step", unit="batches", minimum=1)
     ttt_steps: int = option(3, "training-time-test steps: how many tokens ahead the drafter is trained", minimum=1)
     ttt_step_loss_decay: float = option(1.0, "weight of step k's loss is this to the power k", minimum=0.0)
-    loss: str = option("kl_div", "training loss", choices=("kl_div", "ce"))
+    loss: str = option("kl_div", "training loss (eagle3/training/losses.py has the formulas); on GPUs kl_div takes the "
+                       "least memory and time", choices=("kl_div", "ce", "rkl", "jsd", "tv", "nla", "lk_hybrid"))
     intermediate_size: int | None = option(None, "width of the drafter's MLP; default: the verifier's dense one")
+    fc_norm: bool | None = option(None, "norm each captured state before fc (EAGLE-3.1); default: as the drafter "
+                                  "of --init-from, else no")
+    norm_before_fc: bool | None = option(None, "norm the captured states together before fc; default: as for fc_norm")
+    norm_output: bool | None = option(None, "go on drafting from the normed output (EAGLE-3.1); default: as for "
+                                      "fc_norm")
     validation_fraction: float = option(0.05, "share of samples held out", minimum=0.0, maximum=0.9)
     draft_tokens: int | None = option(
         None, "draft tokens whose predicted acceptance length chooses the best checkpoint; default: the mean over "

@@ -13,7 +13,7 @@ from typing import Any
 from eagle3.common import files, proofs, tensor_files
 from eagle3.common.errors import PreconditionError
 from eagle3.common.tensor_files import Entry
-from eagle3.drafter.flat_config import IDS, engine_config, flat_config, ids_of
+from eagle3.drafter.flat_config import IDS, TRAINED_NORMS, engine_config, flat_config, ids_of
 from eagle3.drafter.verifier import Verifier, read, shared_entries
 
 # Parameters of Eagle3DraftModel that are the verifier's and never trained or shipped.
@@ -63,7 +63,7 @@ class Export:
         serving_length: tokens that the drafter's positions have to cover.
         given_ids: auxiliary ids that the user named, in the project's convention; empty if none.
         trained_ids: those that the checkpoint's training recorded; None without a record.
-        trained_here: whether stage 04 made the checkpoint.
+        trained_here: whether stage 04 made the checkpoint. trained_norms: the norm flags that it trained with.
         keeps_embedding: the user says that the checkpoint's own embedding was trained.
     """
 
@@ -77,6 +77,7 @@ class Export:
     given_ids: list[int] = field(default_factory=list)
     trained_ids: list[int] | None = None
     trained_here: bool = False
+    trained_norms: list[str] = field(default_factory=list)
     keeps_embedding: bool = False
 
     @functools.cached_property
@@ -212,6 +213,17 @@ def training_record(checkpoint: Path) -> tuple[list[int] | None, bool]:
         raise PreconditionError("not what stage 04 writes", where=path, expected="layers: a list of layer numbers",
                                 found=f"{layers!r:.80}", fix=_ANOTHER)
     return (layers[:-1] if layers else None), True
+
+
+def trained_norms(checkpoint: Path) -> list[str]:
+    """Return the norm flags that stage 04 trained a checkpoint with; none where it does not say, as before it could."""
+    counters = files.read_json(checkpoint / TRAINING, fix=_ANOTHER) if (checkpoint / TRAINING).is_file() else {}
+    norms = counters.get("norms") or [] if isinstance(counters, dict) else []
+    if not isinstance(norms, list) or not set(map(str, norms)) <= set(TRAINED_NORMS):
+        raise PreconditionError("not what stage 04 writes", where=checkpoint / TRAINING,
+                                expected="norms: some of " + ", ".join(TRAINED_NORMS), found=f"{norms!r:.80}",
+                                fix=_ANOTHER)
+    return [str(name) for name in norms]
 
 
 def prove(checkpoint: Path, cache: Path | None = None) -> None:

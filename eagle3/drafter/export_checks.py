@@ -21,12 +21,12 @@ from eagle3.drafter.rope_checks import (
 )
 from eagle3.drafter.weight_checks import VALUES
 
-# The oldest version in whose source each norm flag was found; older ones ignore it.
+# The oldest version in whose source of Llama drafters each norm flag was found; older ones ignore it.
 _FLAG_SINCE: dict[str, dict[str, tuple[int, ...]]] = {
     "norm_before_residual": {"vllm": (0, 16, 0), "speculators": ()},
-    "norm_before_fc": {"vllm": (0, 32, 0), "sglang": (0, 5, 17), "speculators": ()},
-    "fc_norm": {"vllm": (0, 32, 0), "sglang": (0, 5, 12), "speculators": ()},
-    "norm_output": {"vllm": (0, 32, 0), "sglang": (0, 5, 12), "speculators": ()},
+    "norm_before_fc": {"vllm": (0, 18, 0), "sglang": (0, 5, 17), "speculators": ()},
+    "fc_norm": {"vllm": (0, 22, 0), "sglang": (0, 5, 12), "speculators": ()},
+    "norm_output": {"vllm": (0, 22, 0), "sglang": (0, 5, 12), "speculators": ()},
 }
 PLAIN = ("BF16", "F16", "F32", "F64")  # types of weights that mean their own value
 _OTHER_COUNTS_SINCE = {"vllm": (0, 18, 0), "sglang": (0, 5, 12)}  # another number of captured layers than three
@@ -265,8 +265,10 @@ def norm_flags_served(export: Export) -> Finding:
 
 def norm_flags_match_training(export: Export) -> Finding:
     """vLLM takes an absent norm_before_residual for true in a speculators config, for false in a flat one."""
-    if export.trained_here and (changed := [name for name in NORM_FLAGS if export.flat[name]]):
-        return Finding(FAIL, ", ".join(changed), "all false: stage 04 trains without them", "put config.json back")
+    found = [name for name in NORM_FLAGS if export.flat[name]]
+    if export.trained_here and set(found) != set(export.trained_norms):
+        return Finding(FAIL, ", ".join(found) or "all false", ", ".join(export.trained_norms) or
+                       "all false: training was without them", "put config.json back")
     nested = export.raw.get("eagle_config") or {}
     absent = [name for name in NORM_FLAGS if name not in export.raw and name not in nested]
     if "norm_before_residual" in absent:

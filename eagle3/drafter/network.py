@@ -5,7 +5,7 @@ fc, one decoder layer, the final norm and lm_head are trained; the embedding and
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from eagle3.drafter.checkpoint import (
     expected_shapes,
     training_record,
 )
-from eagle3.drafter.flat_config import IDS, NORM_FLAGS, default_ids, layer_shape
+from eagle3.drafter.flat_config import IDS, TRAINED_NORMS, default_ids, layer_shape
 from eagle3.drafter.teacher import fit_modules
 from eagle3.drafter.verifier import NORM_BIAS, Verifier, load_layer_weights, load_shared_weights
 from eagle3.drafter.vocab import published_mapping
@@ -41,6 +41,7 @@ def build(
     t2d: torch.Tensor,
     shape: dict[str, Any],
     *,
+    norms: tuple[str, ...] = (),
     seed: int = 0,
 ) -> Any:
     """Return a fresh Eagle3DraftModel in float32 on the CPU with the verifier's shared weights in it.
@@ -49,12 +50,13 @@ def build(
         layers: the four captured layers; all but the last are the auxiliary ids.
         d2t, t2d: the vocabulary mapping, int64 [D] and bool [V].
         shape: from `layer_shape`.
+        norms: those of TRAINED_NORMS that it has.
     """
     if len(t2d) != verifier.vocab_size:
         raise PreconditionError("the mapping is of another vocabulary", expected=f"{verifier.vocab_size} target ids",
                                 found=f"{len(t2d)}", fix="run 03_build_vocab_mapping.py for this verifier")
     torch.manual_seed(seed)
-    model = _empty_model(verifier, layers, len(d2t), shape)
+    model = _empty_model(verifier, layers, len(d2t), shape, norms)
     model.load_vocab_mappings(t2d, d2t)
     shared = load_shared_weights(verifier, ("embed_tokens", "lm_head", "norm"))
     head = shared["lm_head"][t2d] if model.use_draft_vocab else shared["lm_head"]
@@ -144,21 +146,23 @@ def published(folder: Path, verifier: Verifier) -> Export:
     if types:
         raise PreconditionError("the drafter's weights are quantized or of an unknown type", where=folder,
                                 expected=" or ".join(_WEIGHT_TYPES), found=types)
-    if norms := [name for name in export.canonical if name.startswith(("fc_norm.", "input_norm."))]:
-        raise PreconditionError("the drafter has norms that are not computed here", where=folder, found=norms)
+    if export.flat["norm_before_residual"]:
+        raise PreconditionError("the drafter has a norm that is not computed here", where=folder,
+                                expected="norm_before_residual false", found="norm_before_residual true",
+                                fix="take a drafter without it, or train a fresh one")
     return export
 
 
 def check_start(
     folder: Path, verifier: Verifier, layers: list[int], t2d: torch.Tensor, intermediate_size: int | None = None, *,
-    fix: str = "",
+    norms: dict[str, bool | None] | None = None, fix: str = "",
 ) -> list[str]:
     """Check that training can continue from a published drafter; return what the user should know of it.
 
     Args:
         layers: the four captured layers of the states.
         t2d: [V] bool, the draft vocabulary of stage 03.
-        intermediate_size: what the user asks for; None leaves it to the drafter.
+        intermediate_size: what the user asks for; None leaves it to the drafter. norms: the same by name.
         fix: how to build that vocabulary from this drafter.
     Raises:
         PreconditionError when captured layers or the vocabulary differ, naming both sides.
@@ -166,10 +170,11 @@ def check_start(
     export = published(folder, verifier)
     _require(export, export_checks.architecture_known, export_checks.config_understood,
              export_checks.rope_spellings_agree, weight_checks.values_finite)
-    if flags := [name for name in NORM_FLAGS if export.flat[name]]:
-        raise PreconditionError("the drafter has norms that this training does not", where=folder,
-                                expected="all false: " + ", ".join(NORM_FLAGS), found=", ".join(flags) + " true",
-                                fix="take a drafter without them, or train a fresh one")
+    for name, wanted in (norms or {}).items():
+        if wanted not in (None, export.flat[name]):
+            raise PreconditionError("the drafter has other norms", where=f"--{name.replace('_', '-')}",
+                                    expected=f"{str(export.flat[name]).lower()} (or nothing), as in {folder}",
+                                    found=str(wanted).lower(), fix="leave it out, or train a fresh drafter")
     if intermediate_size not in (None, export.flat["intermediate_size"]):
         raise PreconditionError("the drafter's MLP has another width", where="--intermediate-size",
                                 expected=f"{export.flat['intermediate_size']} (or nothing), as in {folder}",
@@ -216,7 +221,7 @@ def _from_checkpoint(export: Export, layers: list[int], *, own_embedding: bool) 
     fixed = {"vocab_size": verifier.vocab_size, "num_hidden_layers": 1, "tie_word_embeddings": False}
     shape = {name: flat[name] for name in layer_shape(verifier)} | fixed
     with torch.device("meta"):
-        model = _empty_model(verifier, layers, len(d2t), shape)
+        model = _empty_model(verifier, layers, len(d2t), shape, [name for name in TRAINED_NORMS if flat[name]])
     model.rotary_emb = type(model.rotary_emb)(model.rotary_emb.config)  # the one part that is computed, not loaded
     if model.use_draft_vocab:
         model.d2t, model.t2d = d2t, t2d
@@ -238,7 +243,8 @@ def _from_checkpoint(export: Export, layers: list[int], *, own_embedding: bool) 
     return model
 
 
-def _empty_model(verifier: Verifier, layers: list[int], draft_vocab_size: int, shape: dict) -> Any:
+def _empty_model(verifier: Verifier, layers: list[int], draft_vocab_size: int, shape: dict, norms: Iterable[str]
+                 ) -> Any:
     from speculators.config import SpeculatorsConfig, VerifierConfig
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
     from speculators.proposals.greedy import GreedyTokenProposalConfig
@@ -250,6 +256,7 @@ def _empty_model(verifier: Verifier, layers: list[int], draft_vocab_size: int, s
         transformer_layer_config=layer_config,
         draft_vocab_size=draft_vocab_size,
         norm_before_residual=False,  # what SGLang always does
+        **dict.fromkeys(norms, True),
         eagle_aux_hidden_state_layer_ids=layers[:-1],
         speculators_config=SpeculatorsConfig(
             algorithm="eagle3",
@@ -261,6 +268,11 @@ def _empty_model(verifier: Verifier, layers: list[int], draft_vocab_size: int, s
     model = Eagle3DraftModel(config)
     fit_modules(model, verifier)
     return model
+
+
+def norms_of(model: Any) -> list[str]:
+    """Return those of TRAINED_NORMS that a drafter has."""
+    return [name for name in TRAINED_NORMS if getattr(model.config, name)]
 
 
 def served_config(model: Any, verifier: Verifier) -> dict[str, Any]:
@@ -280,9 +292,7 @@ def served_config(model: Any, verifier: Verifier) -> dict[str, Any]:
         "eagle_aux_hidden_state_layer_ids": list(model.config.eagle_aux_hidden_state_layer_ids),
         "num_aux_hidden_states": len(model.config.eagle_aux_hidden_state_layer_ids),
         "norm_before_residual": False,
-        "norm_before_fc": False,
-        "fc_norm": False,
-        "norm_output": False,
+        **{name: name in norms_of(model) for name in TRAINED_NORMS},
         "torch_dtype": "bfloat16",
         "dtype": "bfloat16",
     }

@@ -26,6 +26,10 @@ _PREFILL_VECTORS = 8
 # bf16 logits and their gradient, float32 log-softmax of drafter and verifier.
 _TRAINING_VECTORS, _LOGIT = 8, 2 * _BFLOAT16 + 2 * _FLOAT32
 
+# Prompts that a verifier invents: SmolLM2-135M on vLLM, 18,000 attempts on an H200 (84% usable), and 235 on a CPU (85%,
+# 93 tokens each with those that were cut at 384).
+USABLE_PROMPTS, INVENTED_TOKENS = 0.84, 93
+
 
 # --- the run that inspired this project --------------------------------------------------------------------
 

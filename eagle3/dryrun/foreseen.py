@@ -23,8 +23,13 @@ def traces(stage: Stage, facts: verifier.Verifier) -> Callable[[], dict[str, Any
     """Return a function that foresees stage 01: the counts of its manifest, or None when nothing says how many."""
 
     def foresee() -> dict[str, Any] | None:
+        from eagle3.traces.self_prompts import count_of
+
         section, known = _configured(stage, GenerateOptions).generate, estimates.reference(facts)
-        if section.prompts and Path(section.prompts).exists():
+        if own := count_of(section.prompts):
+            samples, origin = min(own, stage.common.limit or own), f"as many as {section.prompts} invents"
+            tokens = samples * (section.max_tokens + estimates.INVENTED_TOKENS)
+        elif section.prompts and Path(section.prompts).exists():
             from eagle3.traces.prompts import PromptSource
             from eagle3.traces.worklist import CHARACTERS_PER_TOKEN
 

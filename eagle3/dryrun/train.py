@@ -6,7 +6,7 @@ from pathlib import Path
 from eagle3.common import log
 from eagle3.common.options import TrainOptions
 from eagle3.common.stage import Stage
-from eagle3.drafter.flat_config import layer_shape
+from eagle3.drafter.flat_config import TRAINED_NORMS, layer_shape
 from eagle3.drafter.verifier import Verifier
 from eagle3.dryrun import estimates, foreseen
 from eagle3.dryrun.dry_run import DryRun
@@ -25,7 +25,8 @@ def describe(options: TrainOptions, stage: Stage, facts: Verifier, states: Path,
     check_lineage(upstream, facts, states, mapping, mapping_named=bool(train.vocab))
     tracking.check(train.track)
     samples, tokens = foreseen.limited(upstream["states"]["counts"], stage.common.limit)
-    layer = dry.published(train.init_from) if train.init_from else layer_shape(facts, train.intermediate_size)
+    layer = dry.published(train.init_from) if train.init_from else layer_shape(facts, train.intermediate_size) | {
+        name: bool(getattr(train, name)) for name in TRAINED_NORMS}
     drafter = estimates.drafter(facts, upstream["vocab"]["draft_vocab_size"], layer)
     a_step = train.batch_tokens * train.accumulation * train.gpus
     steps = math.ceil(tokens * (1 - train.validation_fraction) / a_step) * train.epochs

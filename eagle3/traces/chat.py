@@ -93,6 +93,14 @@ class Chat:
         """
         return self._render(messages, tools, {"add_generation_prompt": True} | (arguments or {}))
 
+    def prompt_text(self, messages: list[dict[str, Any]], arguments: dict[str, Any] | None = None) -> str:
+        """Return a conversation followed by the generation prompt as the template spells it; raises as `prompt_ids`."""
+        return str(self._applied(messages, [], {"add_generation_prompt": True} | (arguments or {}), tokenize=False))
+
+    def template_ids(self, text: str) -> list[int]:
+        """Return the ids of a piece of `prompt_text`: what spells a control token becomes one."""
+        return as_ids(self._tokenizer(text, add_special_tokens=False))
+
     def completion_ids(self, prompt_ids: list[int], reasoning: str | None, content: str | None) -> list[int]:
         """Return the ids [C] that the model generated after `prompt_ids`, with the end token.
 
@@ -153,13 +161,16 @@ class Chat:
         return as_ids(self._tokenizer(text, add_special_tokens=False, **literal))
 
     def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], how: dict[str, Any]) -> list[int]:
+        return as_ids(self._applied(messages, tools, how, tokenize=True))
+
+    def _applied(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], how: dict[str, Any], *,
+                 tokenize: bool) -> Any:
         from jinja2 import TemplateError
 
         try:
-            rendered = self._tokenizer.apply_chat_template(
-                _as_rendered(messages), tools=tools or None, tokenize=True, **how
+            return self._tokenizer.apply_chat_template(
+                _as_rendered(messages), tools=tools or None, tokenize=tokenize, **how
             )
-            return as_ids(rendered)
         except TemplateError as error:
             raise TemplateRefusal(str(error)) from None
         except ImportError as error:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -11,11 +12,14 @@ from eagle3.common.log import logger
 from eagle3.common.options import GenerateSection
 from eagle3.engines import servers
 from eagle3.traces.chat import DEFAULT_THINK_TAGS, with_contents
-from eagle3.traces.replies import BadReply, Reply, parse_reply, words_of
+from eagle3.traces.replies import Answer, BadReply, Completion, Reply, parse_completion, parse_reply, words_of
 from eagle3.traces.sampling import Setting
 
 _REJECTED = (400, 413, 422)  # the request is at fault, not the server
 _POOL_SIZE = 16  # requests in flight in one connection pool
+_OPTIONAL = {"return_token_ids": True}
+
+Send = Callable[[Any, dict[str, Any]], Awaitable[Any]]  # posts fields through an openai client
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ def served_model(url: str, name: str | None) -> ServedModel:
 
 
 class Wire:
-    """Sends chat requests to one server, without a second try; stages 01 and 06 both ask through it.
+    """Sends requests to one server, without a second try; stages 01 and 06 both ask through it.
 
     Attributes:
         refused: optional fields that the server does not take; they are left out, which is said once.
@@ -126,9 +130,24 @@ class Wire:
             RequestFailed: it failed, with the server's words. BadReply: what came is not a reply.
             KeyRefused: the server does not take the API key.
         """
+        sent = with_contents(messages)
+        return await self._exchange(
+            lambda client, more: client.chat.completions.with_raw_response.create(
+                model=self._model, messages=sent, extra_body=more),
+            fields, optional, lambda body: parse_reply(body, think_tags))
+
+    async def complete(self, prompt_ids: list[int], fields: dict[str, Any], optional: dict[str, Any]) -> Completion:
+        """Return what the model says after these token ids [P]; fields, optional and errors as for `ask`."""
+        return await self._exchange(
+            lambda client, more: client.completions.with_raw_response.create(
+                model=self._model, prompt=prompt_ids, extra_body=more),
+            fields, optional, parse_completion)
+
+    async def _exchange(self, send: Send, fields: dict[str, Any], optional: dict[str, Any],
+                        parse: Callable[[str], Answer]) -> Answer:
         openai = self._openai
         try:
-            return parse_reply(await self._send(messages, fields, optional), think_tags)
+            return parse(await self._send(send, fields, optional))
         except BadReply as error:
             raise BadReply(error.reason, without_key(error.detail)) from None
         except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
@@ -143,7 +162,7 @@ class Wire:
         except (openai.OpenAIError, ValueError, RecursionError) as error:  # a body that is no text, a request no JSON
             raise RequestFailed("no exchange", without_key(f"{type(error).__name__}: {error}"[:300])) from None
 
-    async def _send(self, messages: list[dict[str, Any]], fields: dict[str, Any], optional: dict[str, Any]) -> str:
+    async def _send(self, send: Send, fields: dict[str, Any], optional: dict[str, Any]) -> str:
         """Return the body of the answer; a refusal that names optional fields is met by leaving them out.
 
         Only if that helps are they taken for refused: some servers quote the whole request in any error.
@@ -152,7 +171,7 @@ class Wire:
         left = {name: value for name, value in optional.items() if name not in self.refused}
         while True:
             try:
-                text = await self._post(with_contents(messages), fields | left)
+                text = await self._post(send, fields | left)
             except (self._openai.BadRequestError, self._openai.UnprocessableEntityError) as error:
                 first = first or error
                 named = {name for name in left if name in error.response.text}
@@ -164,18 +183,14 @@ class Wire:
                     self._note_refused(set(optional) - set(left), first)
                 return text
 
-    async def _post(self, messages: list[dict[str, Any]], fields: dict[str, Any]) -> str:
+    async def _post(self, send: Send, fields: dict[str, Any]) -> str:
         pool = self._in_flight.index(min(self._in_flight))
         self._in_flight[pool] += 1
         try:
-            response = await self._clients[pool].chat.completions.with_raw_response.create(
-                model=self._model,
-                messages=messages,  # type: ignore[arg-type]
-                extra_body=fields,
-            )
+            response = await send(self._clients[pool], fields)
         finally:
             self._in_flight[pool] -= 1
-        return response.http_response.text
+        return str(response.http_response.text)
 
     def _note_refused(self, names: set[str], error: Exception) -> None:
         if not names <= self.refused:
@@ -209,9 +224,16 @@ class Client:
             fields["chat_template_kwargs"] = setting.chat_template_kwargs
         if tools:
             fields["tools"] = tools
+        return await self._again(lambda: self._wire.ask(messages, fields, _OPTIONAL, self._think_tags))
+
+    async def complete(self, prompt_ids: list[int], fields: dict[str, Any]) -> Completion:
+        """Return what the model says after token ids [P]; errors as for `ask`."""
+        return await self._again(lambda: self._wire.complete(prompt_ids, fields, _OPTIONAL))
+
+    async def _again(self, exchange: Callable[[], Awaitable[Answer]]) -> Answer:
         for attempt in range(self._retries + 1):
             try:
-                return await self._wire.ask(messages, fields, {"return_token_ids": True}, self._think_tags)
+                return await exchange()
             except BadReply as error:  # a body that is cut short, or an error in it, may pass too
                 problem = RequestFailed(error.reason, error.detail)
             if attempt < self._retries:

@@ -10,7 +10,7 @@ from typing import Any
 
 from eagle3.common import files, pages
 from eagle3.common.errors import PreconditionError
-from eagle3.traces import trace_rows, trace_statistics
+from eagle3.traces import self_prompts, trace_rows, trace_statistics
 
 NAME = "data_report"
 _STATISTICS = ("sum", "mean", "median", "p90", "p99", "max")
@@ -36,6 +36,7 @@ def write(directory: Path, closing_id: int | None = None) -> dict[str, Any]:
         for _, record in files.read_jsonl(directory / f"{kind}.jsonl"):
             survey.add_lost(kind, record)
     report = survey.report(lambda wanted: trace_statistics.pick(directory / trace_rows.FILE_NAME, wanted))
+    report["invented"] = self_prompts.recorded(directory)
     files.write_json(directory / f"{NAME}.json", report)
     render(directory)
     return report
@@ -93,6 +94,7 @@ def tables(report: dict[str, Any]) -> Iterator[tuple[str, pages.Table]]:
         reasons = list(report["total"][kind])
         rows = [[name, *(f"{group[kind].get(reason, 0):,}" for reason in reasons)] for name, group in groups.items()]
         yield title, (["source", *reasons], rows if reasons else [])
+    yield from _questions(report)
     if len(report["settings"]) > 1:
         yield "Sampling", (
             ["setting", "traces", "with reasoning", "cut at max_tokens", "tokens, mean", "tokens, p99"],
@@ -111,6 +113,19 @@ def tables(report: dict[str, Any]) -> Iterator[tuple[str, pages.Table]]:
             [[e["id"], *(f"{e[kind]:,}" for kind in trace_statistics.KINDS), f"{100 * e['repeated_share']:.0f}%",
               e["finish_reason"]]
              for e in report[name]])
+
+
+def _questions(report: dict[str, Any]) -> Iterator[tuple[str, pages.Table]]:
+    """Yield what is asked, and what came of inventing it; nothing for reports of versions that did not say."""
+    if invented := report.get("invented"):
+        rows = [["usable", f"{invented['usable']:,}", ""]]
+        rows += [[reason, f"{each['attempts']:,}", each["example"]] for reason, each in invented["left_out"].items()]
+        yield "Prompts that the verifier invented, by what became of them", (["outcome", "attempts", "such as"], rows)
+    if asked := report.get("questions"):
+        yield f"How prompts begin ({asked['beginnings']:,} beginnings)", (
+            ["first words", "prompts"],
+            [[words, _share(count, asked["asked"])] for words, count in asked["frequent"].items()])
+        yield "Some prompts", (["id", "the user says"], [[each["id"], each["text"]] for each in asked["sample"]])
 
 
 def counts_text(report: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from eagle3.common.log import logger
 from eagle3.common.options import GenerateSection
 from eagle3.traces import client
 from eagle3.traces.client import Client, KeyRefused, RequestFailed, ServedModel
-from eagle3.traces.replies import Reply
+from eagle3.traces.replies import Answer, Completion, Reply
 from eagle3.traces.sampling import Setting
 
 _FIRST_REST_S = 5.0
@@ -81,6 +82,13 @@ class Pool:
 
         Raises RequestFailed when all have failed, or one has rejected the request itself.
         """
+        return await self._of_any(lambda client: client.ask(messages, tools, setting, max_tokens))
+
+    async def complete(self, prompt_ids: list[int], fields: dict[str, Any]) -> Completion:
+        """Return what the model says after token ids [P]; errors as for `ask`."""
+        return await self._of_any(lambda client: client.complete(prompt_ids, fields))
+
+    async def _of_any(self, exchange: Callable[[Client], Awaitable[Answer]]) -> Answer:
         tried: set[str] = set()
         while True:
             endpoint = self._next(tried)
@@ -88,9 +96,9 @@ class Pool:
             endpoint.in_flight += 1
             try:
                 client = endpoint.client or await self._reconnect(endpoint)
-                reply = await client.ask(messages, tools, setting, max_tokens)
+                answer = await exchange(client)
                 endpoint.failures = 0
-                return reply
+                return answer
             except RequestFailed as failure:
                 alone = len(self._endpoints) == 1
                 if not (failure.rejected or alone):

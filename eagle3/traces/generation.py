@@ -72,7 +72,7 @@ class Generator:
         """
         writer = asyncio.create_task(self._write())
         workers = asyncio.create_task(self._work_together(todo))
-        watcher = asyncio.create_task(_watch(look))
+        watcher = asyncio.create_task(watch(look))
         tasks = (workers, watcher, writer)
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -85,7 +85,7 @@ class Generator:
             await self.pool.close()
         for task in (writer, watcher, workers):
             if not task.cancelled() and (error := task.exception()):
-                raise _first(error)
+                raise first_problem(error)
 
     # --- workers ---
 
@@ -243,13 +243,14 @@ class Generator:
             logger.warning("%s", message)
 
 
-async def _watch(look: Callable[[], None]) -> None:
+async def watch(look: Callable[[], None]) -> None:
+    """Call `look` ten times a second until it raises."""
     while True:
         look()
         await asyncio.sleep(_LOOK_EVERY_S)
 
 
-def _first(error: BaseException) -> BaseException:
+def first_problem(error: BaseException) -> BaseException:
     """Return the first plain exception in a group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

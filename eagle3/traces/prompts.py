@@ -145,6 +145,11 @@ class PromptSource:
         raise PreconditionError("the prompts changed while they were read", where=self.name,
                                 found=f"{left} conversations fewer than before", fix="run the same command again")
 
+    @property
+    def counts(self) -> Counts:
+        """What `scan` has found."""
+        return self._counts or self.scan()
+
     def _conversation(self, place: str, source: str, row: dict[str, Any]) -> Conversation:
         try:
             return self._read(row, source)

@@ -7,8 +7,9 @@ server gave it. Nothing that a server sends is trusted to be of its type: what d
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from eagle3.traces.chat import DEFAULT_THINK_TAGS, split_reasoning
 
@@ -19,6 +20,8 @@ _REASONING_PARTS = {"thinking": "thinking", "reasoning": "reasoning", "reasoning
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _LARGEST_ID = 2**31 - 1
 _MOST_WORDS = 500  # characters kept of what a server says about an error
+
+Answer = TypeVar("Answer")
 
 
 class BadReply(ValueError):
@@ -66,13 +69,40 @@ class Reply:
         return len(self.completion_ids or []) or self.usage["completion_tokens"]
 
 
+@dataclass(frozen=True)
+class Completion:
+    """A text that goes on from given token ids.
+
+    Attributes:
+        text: as the server spells it. ids: the exact ones [C], the token that ended it included; None where it gives
+            none. tokens: how many it generated. finish_reason: as in Reply.
+        stopped_at: the token id or the text that ended it, None where the server does not say (vLLM: at the model's
+            own end token).
+    """
+
+    text: str
+    ids: list[int] | None
+    tokens: int
+    finish_reason: str
+    stopped_at: int | str | None
+
+
 def parse_reply(body: str, think_tags: tuple[str, str] = DEFAULT_THINK_TAGS) -> Reply:
     """Return the reply in a response body; BadReply when it is not one, whatever it is."""
+    return _read(body, lambda response: _parse(response, think_tags))
+
+
+def parse_completion(body: str) -> Completion:
+    """Return the completion in the body of an answer of /v1/completions; BadReply when it is not one."""
+    return _read(body, _parse_completion)
+
+
+def _read(body: str, parse: Callable[[Any], Answer]) -> Answer:
     try:
         response = json.loads(body, parse_constant=lambda _: None)  # NaN is no JSON
         if _SURROGATE.search(body):
             json.dumps(response, ensure_ascii=False).encode()
-        return _parse(response, think_tags)
+        return parse(response)
     except BadReply:
         raise
     except UnicodeEncodeError:
@@ -106,6 +136,19 @@ def _parse(response: Any, think_tags: tuple[str, str]) -> Reply:
         model=name if isinstance(name, str) else "",
         meta_info=meta if isinstance(meta, dict) else None,
     )
+
+
+def _parse_completion(response: Any) -> Completion:
+    choice = _choice(response)
+    text, finish, stopped = choice.get("text"), choice.get("finish_reason"), choice.get("stop_reason")
+    stopped = choice.get("matched_stop") if stopped is None else stopped  # vLLM's name, else SGLang's
+    if not isinstance(text, str):
+        raise _not("choices[0].text", "text", text)
+    if not isinstance(finish, str | None):
+        raise _not("finish_reason", "text", finish)
+    ids = _ids(choice.get("token_ids"), "token_ids")
+    return Completion(text, ids, len(ids or []) or _usage(response.get("usage"))["completion_tokens"], finish or "none",
+                      stopped if type(stopped) in (int, str) else None)
 
 
 def reason_to_fail(reply: Reply) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3.common.files import hash64
+from eagle3.traces.questions import Questions
 
 SCHEMA_VERSION = 1
 NGRAM = 16
@@ -77,6 +78,7 @@ class Survey:
         columns = (*KINDS, "repeated", "source", "finish", "setting", "origin", "reasoned", "estimated")
         self.columns = {name: array("i") for name in columns}
         self.columns |= {name: array("Q") for name in ("identity", "text")}
+        self.questions = Questions()
         self.lost: dict[str, dict[int, tuple[int, int, int]]] = {"skipped": {}, "failures": {}}
 
     def add(self, row: dict[str, Any]) -> None:
@@ -85,6 +87,7 @@ class Survey:
         reasoning, estimated = reasoning_tokens(row, self.closing_id)
         text = row["content"] or ""
         self.models[row["model"]]
+        self.questions.add(row["id"], row["prompt"].get("messages"))
         values = {
             "prompt": len(row["prompt_token_ids"]), "completion": len(completion), "reasoning": reasoning,
             "content": len(completion) - reasoning, "repeated": repeated_tokens(completion),
@@ -134,6 +137,7 @@ class Survey:
                               for name, number in self.origins.numbers.items()},
             "histograms": {kind: _histogram(data, kind, {name: mask for name, (mask, _) in groups.items()})
                            for kind in ("prompt", "reasoning", "content")},
+            "questions": self.questions.report(),
             "repetition": {"ngram": NGRAM, "loop_share": LOOP_SHARE},
         } | _examples(data, pick)
 

@@ -1,7 +1,7 @@
 """Training checkpoints: complete or not there, the newest complete one found, float32 state for exact resume.
 
 `checkpoints/step_{n}/` holds the served form (model.safetensors in bf16, config.json) and what resuming needs
-(trainer_state.safetensors: float32 weights and AdamW moments; trainer.json: counters). checksums.json is
+(trainer_state.safetensors: float32 weights and the optimizer's moments; trainer.json: counters). checksums.json is
 written last and the folder gets its name by a rename, so a folder named step_{n} was complete once, and
 damage since then is found by its checksums.
 """
@@ -28,6 +28,7 @@ from eagle3.drafter.verifier import Verifier
 STATE, COUNTERS = "trainer_state.safetensors", TRAINING
 # In the order in which the safetensors library lays tensors out.
 _TYPES = {torch.int64: "I64", torch.float32: "F32", torch.bfloat16: "BF16", torch.bool: "BOOL"}
+_MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # AdamW's two, Muon's one
 _FOLDER = re.compile(r"step_(0|[1-9][0-9]*)")  # what was copied by hand beside them is left alone
 Part = tuple[str, torch.Tensor, Callable[[], torch.Tensor]]  # name, a tensor of that shape and type, how it is made
 
@@ -99,7 +100,7 @@ def _state(model: Any, optimizer: torch.optim.Optimizer) -> list[Part]:
     for name, parameter in trainable(model).items():
         parts.append(_part(f"param/{name}", parameter, torch.float32))
         parts += [_part(f"{key}/{name}", optimizer.state[parameter][key], torch.float32)
-                  for key in ("exp_avg", "exp_avg_sq") if parameter in optimizer.state]
+                  for key in _MOMENTS if key in optimizer.state.get(parameter, {})]
     return _ordered(parts)
 
 
@@ -141,13 +142,11 @@ def load(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> dict[str
 
         for name, parameter in trainable(model).items():
             parameter.copy_(own(f"param/{name}", parameter))
-            if f"exp_avg/{name}" in saved:
-                optimizer.state[parameter] = {
-                    # torch counts steps in float32: exact up to 2^24
-                    "step": torch.tensor(float(counters["step"] - counters.get("skipped_steps", 0)),
-                                         device=parameter.device),
-                    **{key: own(f"{key}/{name}", parameter) for key in ("exp_avg", "exp_avg_sq")},
-                }
+            if moments := {key: own(f"{key}/{name}", parameter) for key in _MOMENTS if f"{key}/{name}" in saved}:
+                # torch counts steps in float32: exact up to 2^24; Muon does not count
+                step = torch.tensor(float(counters["step"] - counters.get("skipped_steps", 0)),
+                                    device=parameter.device)
+                optimizer.state[parameter] = moments | ({"step": step} if "exp_avg" in moments else {})
     return counters
 
 

@@ -11,6 +11,7 @@ from eagle3.common.errors import FailureLimitError, Interrupted, StageError
 from eagle3.common.log import logger
 from eagle3.common.stage import Stage
 from eagle3.drafter import verifier
+from eagle3.drafter.network import norms_of
 from eagle3.states.store import capture_again
 from eagle3.training import checkpoints, spikes, validation
 from eagle3.training.batches import Batch, TrainingSample
@@ -33,8 +34,10 @@ class Loop:
         self.options = trainer.options
         self.root = stage.directory / "checkpoints"
         self.first = trainer.processes.rank == 0
+        self.norms = norms_of(trainer.model)
         self.counters: dict[str, Any] = {"step": 0, "epoch": 0, "epoch_end": False, "best": None,
-                                         "validation": None, "total_steps": schedule.total_steps, "layers": layers}
+                                         "validation": None, "total_steps": schedule.total_steps, "layers": layers,
+                                         "norms": self.norms}
         self.layers, self.metrics = layers, stage.directory / "metrics.jsonl"
         self.before_skipped: tuple[dict[str, Any], int] | None = None  # counters, number of rows
         self.speed = Speed(trainer.processes.device, trainer.processes.world, trainer.bf16)
@@ -64,7 +67,8 @@ class Loop:
         newest = self.trainer.processes.from_first(newest)  # reading every checksum once is enough
         if newest is not None:
             self.counters = checkpoints.load(newest, self.trainer.model, self.trainer.optimizer)
-            self.counters["layers"] = self.layers  # a checkpoint of an older version does not say
+            # a checkpoint of an older version does not say
+            self.counters |= {"layers": self.layers, "norms": self.norms}
             self.trainer.left_out = {*self.counters.get("left_out", [])}
             logger.info("resuming at step %d of %d from %s", self.counters["step"], self.schedule.total_steps, newest)
         if self.first:
@@ -119,7 +123,7 @@ class Loop:
         kept = [[each for each in batch if each.i not in self.trainer.left_out] for batch in members]
         total_supervised = sum(supervised(batch, self.options.batch_tokens) for batch in kept)
         lr = learning_rate(self.counters["step"], self.schedule.total_steps, self.options)
-        limit = spikes.limit(self.counters.get("norms", []), self.options.spike_factor)
+        limit = spikes.limit(self.counters.get("gradient_norms", []), self.options.spike_factor)
         counted = (self.counters["step"] + 1) % self.options.log_every_steps == 0
         figures = self.trainer.step(batches, total_supervised, lr, limit, counted=counted)
         why = spikes.reason(figures["loss"], figures["grad_norm"], limit)

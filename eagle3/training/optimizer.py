@@ -1,4 +1,7 @@
-"""AdamW: torch's; on a GPU with Triton one that clips and skips without the processor's waiting for the gradients."""
+"""AdamW: torch's; on a GPU with Triton one that clips and skips without the processor's waiting for the gradients.
+
+Muon beside it, for the matrices, is torch's too.
+"""
 
 import math
 from typing import Any
@@ -11,15 +14,47 @@ from eagle3.training.checkpoints import trainable
 
 
 def make_optimizer(model: Any, options: TrainSection, *, fused: bool = False) -> torch.optim.Optimizer:
-    """Return AdamW over the trained parameters, weight decay on matrices only; `fused`: the one for GPUs."""
+    """Return the optimizer of the trained parameters, weight decay on matrices only; `fused`: the AdamW for GPUs."""
+    if options.optimizer == "muon":
+        return MuonAndAdamW(trainable(model), options)
     parameters = list(trainable(model).values())
+    return _adamw(parameters, options, FusedAdamW if fused else torch.optim.AdamW)
+
+
+def _adamw(parameters: list[torch.nn.Parameter], options: TrainSection, kind: type[torch.optim.AdamW]
+           ) -> torch.optim.AdamW:
     groups = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": options.weight_decay},
         {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
     ]
     # fused: one pass over the weights instead of a dozen, on CPUs too
-    kind = FusedAdamW if fused else torch.optim.AdamW
     return kind(groups, lr=options.lr, betas=(options.adam_betas[0], options.adam_betas[1]), fused=True)
+
+
+class MuonAndAdamW(torch.optim.Optimizer):
+    """Muon (K. Jordan, 2024) for the matrices between residual streams, AdamW for lm_head and norms.
+
+    Muon's updates are scaled to the size of AdamW's (J. Liu et al., arXiv 2502.16982), so one learning rate and one
+    weight decay serve both; the rest is torch's default: momentum 0.95 with Nesterov, 5 Newton-Schulz iterations.
+    """
+
+    def __init__(self, parameters: dict[str, torch.nn.Parameter], options: TrainSection) -> None:
+        """Take the trained parameters by name."""
+        matrices = [p for name, p in parameters.items() if p.dim() == 2 and not name.startswith("lm_head.")]
+        others = [p for p in parameters.values() if all(p is not matrix for matrix in matrices)]
+        super().__init__([*matrices, *others], {})
+        self._parts = [torch.optim.Muon(matrices, lr=options.lr, weight_decay=options.weight_decay,
+                                        adjust_lr_fn="match_rms_adamw"),
+                       _adamw(others, options, torch.optim.AdamW)]
+        self.param_groups = [group for part in self._parts for group in part.param_groups]
+        for part in self._parts:  # one state, which checkpoints save and restore
+            part.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Do one step of both."""
+        for part in self._parts:
+            part.step()
 
 
 class FusedAdamW(torch.optim.AdamW):

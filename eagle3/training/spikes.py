@@ -35,4 +35,4 @@ def remember(counters: dict[str, Any], norm: float, why: str) -> None:
         return
     counters["skipped_in_a_row"] = 0
     if norm > 0:  # else there was nothing to learn
-        counters["norms"] = [*counters.get("norms", []), norm][-WINDOW:]
+        counters["gradient_norms"] = [*counters.get("gradient_norms", []), norm][-WINDOW:]

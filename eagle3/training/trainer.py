@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from eagle3.common import workers
 from eagle3.common.options import TrainSection
 from eagle3.states.store import DamagedStates, StateStore
-from eagle3.training import ttt
+from eagle3.training import losses, ttt
 from eagle3.training.batches import Batch, TrainingSample, collate, pack
 from eagle3.training.checkpoints import trainable
 from eagle3.training.optimizer import FusedAdamW, make_optimizer
@@ -102,13 +102,11 @@ class Trainer:
     def __init__(self, model: Any, store: StateStore, options: TrainSection, processes: Processes,
                  served: list[int] | None = None) -> None:
         """Take what is trained on what; `served` are the draft-token counts that validation is about."""
-        from speculators.losses import resolve_loss_config
-
         self.model, self.store, self.options, self.processes = model, store, options, processes
         self.served = served or [options.draft_tokens or DRAFT_TOKENS]
         self.left_out: set[int] = set()
         self.damaged: dict[int, DamagedStates] = {}
-        self._loss = resolve_loss_config(options.loss, "eager"), options.ttt_step_loss_decay
+        self._loss = losses.of(options.loss), options.ttt_step_loss_decay
         self.bf16 = bf16 = options.dtype == "bfloat16" or (options.dtype == "auto" and processes.device.type == "cuda")
         self._dtype = torch.bfloat16 if bf16 else torch.float32
         self._autocast = torch.autocast(processes.device.type, torch.bfloat16) if bf16 else contextlib.nullcontext()

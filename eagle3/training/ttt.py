@@ -4,7 +4,8 @@ speculators' own forward computes every step at every packed position. The loss,
 verifier generated text, and positions before that (prompts) are needed as keys and values alone. So here
 queries, MLP and head run on the rows that carry loss, the teacher's logits are computed once, and attention is
 what it is: a triangle over the true tokens and a diagonal for each step drafted since (attention.py). No mask, no
-padding, no compiling. This is the plain form; on GPUs in bf16 the same is computed by fused.py. The weights stay
+padding, no compiling. This is the plain form; on GPUs in bf16 the same is computed by fused.py, but for drafters with
+norms of EAGLE-3.1 (before fc, of what a step hands on), which that does not know. The weights stay
 speculators' modules; its forward gives the same loss and gradients.
 """
 
@@ -29,7 +30,7 @@ def hidden_by_step(model: Any, batch: Batch, steps: int) -> Iterator[torch.Tenso
     layer, attention = model.layers[0], model.layers[0].self_attn
     rows, ids = batch.rows, batch.ids
     heads, size = (-1, attention.head_dim), attention.head_dim**-0.5
-    residual = model.fc(batch.aux)
+    residual = model.fc(_normed_states(model, batch.aux))
     inputs = _layer_input(model, layer, ids, residual)
     cos, sin = _rotary(model, batch.positions, inputs)
     keys = _rotate(attention.k_proj(inputs).unflatten(-1, heads), cos, sin)
@@ -47,12 +48,14 @@ def hidden_by_step(model: Any, batch: Batch, steps: int) -> Iterator[torch.Tenso
         attended = attend(query, keys, values, drafted, batch.spans)
         residual = residual + attention.o_proj(attended.flatten(1))
         residual = residual + layer.mlp(layer.post_attention_layernorm(residual))
-        yield model.norm(residual)
+        normed = model.norm(residual)
+        yield normed
+        residual = normed if model.config.norm_output else residual
 
 
 def logits_by_step(model: Any, batch: Batch, steps: int) -> Iterator[torch.Tensor]:
     """Yield for each TTT step the draft logits [N, D] of the rows that are judged there."""
-    if fused := _fused(batch.aux):
+    if (fused := _fused(batch.aux)) and not has_norms(model):
         yield from fused.logits_by_step(model, batch, steps)
         return
     for hidden, (judged, _) in zip(hidden_by_step(model, batch, steps), batch.judged, strict=False):
@@ -73,7 +76,7 @@ def loss(model: Any, batch: Batch, steps: int, loss_config: dict[str, Any], deca
     """Return the loss [steps], each step's summed over its positions and weighted with decay to the power step.
 
     Args:
-        loss_config: {name: (function of logits and target logits [1, N, D] → [1, N], weight)}, as speculators has it.
+        loss_config: {name: (function of logits and target logits [1, N, D] → [1, N], weight)}, from `losses.of`.
         counts: [steps, 3] int64; what `acceptance.accuracy_counts` counts is added to it.
     """
     targets, losses, correct = teacher_logits(model, batch), [], batch.mask
@@ -123,6 +126,21 @@ def _step_loss(batch: Batch, step: int, logits: torch.Tensor, targets: torch.Ten
     wanted = targets[places]
     terms = [weight * function(logits[None], wanted[None]).sum() for function, weight in loss_config.values()]
     return torch.stack(terms).sum()
+
+
+def has_norms(model: Any) -> bool:
+    """Say whether a drafter has norms that the fused form does not know: it is trained in the plain one."""
+    return bool(model.config.fc_norm or model.config.norm_before_fc or model.config.norm_output)
+
+
+def _normed_states(model: Any, aux: torch.Tensor) -> torch.Tensor:
+    """Return what fc reads of the captured states [T, 3H]: normed together, each by itself, or as they are."""
+    if model.input_norm is not None:
+        return model.input_norm(aux)  # type: ignore[no-any-return]
+    if model.fc_norm is not None:
+        parts = aux.chunk(len(model.fc_norm), dim=-1)
+        return torch.cat([norm(part) for norm, part in zip(model.fc_norm, parts, strict=True)], dim=-1)
+    return aux
 
 
 def _layer_input(model: Any, layer: Any, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:

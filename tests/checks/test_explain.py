@@ -256,6 +256,7 @@ def noisy(name):
     (5, "theta", lambda run: config(run, rope_theta=100.0)),  # one of two spellings
     (5, "max_position_embeddings is 16", lambda run: config(run, max_position_embeddings=16)),
     (6, "norm_before_residual", lambda run: config(run, norm_before_residual=True)),
+    (6, "norm_output", lambda run: config(run, norm_output=True)),
     (6, "rms_norm_eps", lambda run: config(run, rms_norm_eps=0.1)),
     (7, "lm_head.weight missing", lambda run: tensors(run, lambda content: content.pop("lm_head.weight"))),
     (7, "d2t missing", lambda run: tensors(run, lambda content: content.pop("d2t"))),

@@ -116,7 +116,8 @@ def test_the_export_is_bit_identical_and_loads_again(trained, tiny_model, facts,
     assert torch.equal(model.fc.weight.bfloat16(), load_file(best / tensor_files.SINGLE)["fc.weight"])
     assert manifest(out)["counts"] == {"expected": 15, "done": 15, "removed": 0}
     assert {check["status"] for check in manifest(out)["checks"]} == {"ok"}
-    assert manifest(out)["trained"] == {"ids": LAYERS[:-1], "here": True} and manifest(out)["patches"] == []
+    assert manifest(out)["trained"] == {"ids": LAYERS[:-1], "here": True, "norms": []}
+    assert manifest(out)["patches"] == []
     assert "complete already" in export(trained, tiny_model, "--out", out).stderr
     changed = export(trained, tiny_model, "--out", out, "--to", "sglang", check=3)
     assert "export.to" in changed.stderr

@@ -12,6 +12,7 @@ The script is one JSON object:
   refuses                   names of fields; a request that has one is answered with HTTP 400 (or `refuses_status`)
                             and, with `refuses_detail`, a list of what is wrong with it, as FastAPI does
   chat                      a `Chat` (in Python only) that makes the token ids and the counts of usage
+  says                      (in Python only) a function of a /v1/completions request's body that gives its choice
   spelled                   with chat: each character as tokens of its own, so that ids differ and texts do not
   paths                     {path: body} of other GETs, such as /metrics
   unstreamed                requests for a stream are answered whole
@@ -161,7 +162,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._note_line()
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         stub.authorization.append(self.headers.get("Authorization", ""))
-        text = str([m for m in body["messages"] if m["role"] == "user"][-1]["content"])
+        continued = self.path == "/v1/completions"  # token ids go on; they may contain no user at all
+        text = "" if continued else str([m for m in body["messages"] if m["role"] == "user"][-1]["content"])
         step = stub.next_step(body, text)
         try:
             time.sleep(step.get("delay_s", stub.script.get("delay_s", 0)))
@@ -189,6 +191,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(stub.script.get("refuses_status", 400), said)
         elif "raw" in step:
             self._send(200, step["raw"])
+        elif self.path == "/v1/completions":
+            choice = stub.script["says"](body)
+            self._send(200, {"object": "text_completion", "model": body["model"], "choices": [choice],
+                             "usage": {"completion_tokens": 5}})
         elif body.get("stream") and not stub.script.get("unstreamed"):
             self._stream(stub.completion(body, text, step), step.get("chunks", 3))
         else:

@@ -18,13 +18,13 @@ from eagle3.training.schedule import Schedule
 OPTIONS = TrainSection(batch_tokens=100, lr=1e-3, max_grad_norm=0.5)
 
 
-def trainer_of(run_dir, model, processes, seed=0, options=OPTIONS):
+def trainer_of(run_dir, model, processes, seed=0, options=OPTIONS, norms=()):
     """Return a trainer and the loaded steps of this process on the first five batches."""
     facts = verifier.read(model)
     mapping = vocab.load_mapping(run_dir / "03_vocab" / vocab.MAPPING)
     store = StateStore(run_dir / "02_states")
     samples = batches.read_samples(store, load_dataset(run_dir / "02_states"))
-    built = network.build(facts, [2, 4, 5, 7], *mapping, network.layer_shape(facts), seed=seed)
+    built = network.build(facts, [2, 4, 5, 7], *mapping, network.layer_shape(facts), norms=norms, seed=seed)
     trainer = training.Trainer(built, store, options, processes)
     packed = Schedule(samples, options, 1).packed(0)[:5]
     return trainer, [packed[start : start + 2] for start in (0, 2, 4)], facts

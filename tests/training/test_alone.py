@@ -71,7 +71,7 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_named(make_loop):
     assert made.counters["skipped_steps"] == 1 and made.counters["skipped_in_a_row"] == 0
     json.loads((made.root / "last" / "trainer.json").read_text(), parse_constant=pytest.fail)  # no NaN in it
     resumed = make_loop()
-    assert resumed.counters == made.counters and len(resumed.counters["norms"]) == len(rows) - 1
+    assert resumed.counters == made.counters and len(resumed.counters["gradient_norms"]) == len(rows) - 1
     for name, value in state_of(made).items():
         assert torch.equal(value, state_of(resumed)[name]), name  # AdamW's own count of steps too
 
@@ -94,10 +94,10 @@ def test_a_spike_is_what_is_far_above_the_median():
     counters = {}
     for norm in range(1, 150):
         spikes.remember(counters, float(norm), "")
-    assert counters["norms"] == [float(norm) for norm in range(50, 150)]
+    assert counters["gradient_norms"] == [float(norm) for norm in range(50, 150)]
     spikes.remember(counters, 0.0, "")  # a step with nothing to learn says nothing of what is usual
     spikes.remember(counters, 1e9, "a spike")
-    assert counters["norms"][-1] == 149.0 and (counters["skipped_steps"], counters["skipped_in_a_row"]) == (1, 1)
+    assert counters["gradient_norms"][-1] == 149.0 and (counters["skipped_steps"], counters["skipped_in_a_row"]) == (1, 1)
 
 
 def test_a_few_in_a_row_end_the_run_with_what_it_was_before_them(make_loop):

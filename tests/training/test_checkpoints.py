@@ -65,5 +65,5 @@ def test_training_resumes_and_is_exported_without_symbolic_links(prepared, tiny_
     os.unlink(tmp_path / "04_train" / "manifest.json")  # as if it had been killed at its end
     assert "resuming at step" in run_stage(*train, **here).stderr
     run_stage("05_fix_weight_keys.py", "--run-dir", tmp_path, "--model", tiny_model, **here)
-    assert manifest(tmp_path / "05_export")["trained"] == {"ids": [2, 4, 5], "here": True}
+    assert manifest(tmp_path / "05_export")["trained"] == {"ids": [2, 4, 5], "here": True, "norms": []}
     assert manifest(tmp_path / "04_train")["outputs"]["best"]["path"].startswith("checkpoints/step_")

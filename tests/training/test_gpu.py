@@ -225,7 +225,7 @@ def test_fp8_states_decode_as_on_a_cpu():
     assert torch.equal(stored.states(torch.device("cuda")).cpu(), stored.states())
 
 
-def gradients_of(prepared, tiny_model, dtype):
+def gradients_of(prepared, tiny_model, dtype, norms=(), loss="kl_div"):
     """Return loss and gradients of a batch on a drafter and states of the tests."""
     from support.trainers import trainer_of
 
@@ -233,8 +233,8 @@ def gradients_of(prepared, tiny_model, dtype):
     from eagle3.training import trainer as training
 
     processes = training.Processes(0, 1, torch.device("cuda", 0))
-    options = TrainSection(batch_tokens=100, dtype=dtype)
-    trainer, steps, _ = trainer_of(prepared, tiny_model, processes, options=options)
+    options = TrainSection(batch_tokens=100, dtype=dtype, loss=loss)
+    trainer, steps, _ = trainer_of(prepared, tiny_model, processes, options=options, norms=norms)
     trainer.model.cuda()
     batch = trainer.load_batch(steps[0][0])
     loss = trainer._losses(batch, last=True)
@@ -242,10 +242,14 @@ def gradients_of(prepared, tiny_model, dtype):
     return loss.detach(), {name: p.grad for name, p in trainer.model.named_parameters() if p.requires_grad}
 
 
-def test_a_step_has_the_loss_and_gradients_of_the_plain_forms(fused, prepared, tiny_model):
-    """In float32 without the fused forms against bf16 with them."""
-    exact, gradients = gradients_of(prepared, tiny_model, "float32")
-    other, theirs = gradients_of(prepared, tiny_model, "bfloat16")
+@pytest.mark.parametrize(("norms", "loss"), [
+    ((), "kl_div"), ((), "lk_hybrid"), (("fc_norm", "norm_output"), "kl_div"),
+    (("norm_before_fc", "norm_output"), "lk_hybrid"),
+])
+def test_a_step_has_the_loss_and_gradients_of_the_plain_forms(fused, prepared, tiny_model, norms, loss):
+    """In float32 without the fused forms against bf16 with them, or with those of them that know the norms."""
+    exact, gradients = gradients_of(prepared, tiny_model, "float32", norms, loss)
+    other, theirs = gradients_of(prepared, tiny_model, "bfloat16", norms, loss)
     assert torch.allclose(exact, other, rtol=0.01)
     for name, gradient in gradients.items():
         assert (gradient - theirs[name]).norm() / gradient.norm() < 0.05, name

@@ -54,9 +54,10 @@ def test_accumulation_equals_one_large_batch(parts, one_process):
     assert results[0]["grad_norm"] == pytest.approx(results[1]["grad_norm"], rel=2e-2)
 
 
-def test_four_steps_equal_two_plus_resume_plus_two(parts, one_process, tiny_model, tmp_path):
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_four_steps_equal_two_plus_resume_plus_two(parts, one_process, tiny_model, tmp_path, optimizer):
     build, store, samples = parts
-    options = TrainSection(batch_tokens=100, lr=1e-3)
+    options = TrainSection(batch_tokens=100, lr=1e-3, optimizer=optimizer)
     schedule = Schedule(samples, options, 1)
     straight = training.Trainer(build(), store, options, one_process)
     expected = take_steps(straight, schedule, 0, 4)
@@ -68,6 +69,24 @@ def test_four_steps_equal_two_plus_resume_plus_two(parts, one_process, tiny_mode
     assert take_steps(second, schedule, 2, 4) == expected
     for name, parameter in checkpoints.trainable(straight.model).items():
         assert torch.equal(parameter, checkpoints.trainable(second.model)[name]), name
+
+
+def test_muon_turns_matrices_and_adamw_the_rest(parts, one_process):
+    """A Muon update has singular values of at most one size, 0.2 √(larger side) of the rate; AdamW's entries have."""
+    build, store, samples = parts
+    options = TrainSection(batch_tokens=400, optimizer="muon", weight_decay=0.0)
+    trainer = training.Trainer(build(), store, options, one_process)
+    before = {name: weight.detach().clone() for name, weight in checkpoints.trainable(trainer.model).items()}
+    batch = trainer.load_batch(samples[:8])
+    trainer.step([batch], batch.supervised, 1e-3)
+    for name, weight in checkpoints.trainable(trainer.model).items():
+        update, state = (weight - before[name]).detach(), trainer.optimizer.state[weight]
+        if weight.dim() == 2 and name != "lm_head.weight":
+            largest = float(torch.linalg.matrix_norm(update, 2)) / (1e-3 * 0.2 * max(weight.shape) ** 0.5)
+            assert set(state) == {"momentum_buffer"} and 0.6 < largest < 1.3, (name, largest)
+        else:
+            assert {"exp_avg", "exp_avg_sq"} < set(state)
+            assert float(update.abs().max()) == pytest.approx(1e-3, rel=0.01), name
 
 
 def test_the_newest_sound_checkpoint_is_taken(parts, one_process, tiny_model, tmp_path):
@@ -88,9 +107,10 @@ def test_the_newest_sound_checkpoint_is_taken(parts, one_process, tiny_model, tm
         checkpoints.newest(tmp_path)
 
 
-def test_a_drafter_learns_and_the_prediction_follows(parts, one_process):
+@pytest.mark.parametrize("more", [{}, {"optimizer": "muon", "loss": "lk_hybrid"}])
+def test_a_drafter_learns_and_the_prediction_follows(parts, one_process, more):
     build, store, samples = parts
-    options = TrainSection(batch_tokens=400, lr=5e-3, epochs=12, warmup_ratio=0.05)
+    options = TrainSection(batch_tokens=400, lr=5e-3, epochs=12, warmup_ratio=0.05, **more)
     trainer = training.Trainer(build(), store, options, one_process)
     before = trainer.validate(samples)
     for epoch in range(options.epochs):

@@ -27,9 +27,11 @@ def speculators_loss(model, batch, steps):
         return model(**inputs, ttt_steps=steps, loss_config=resolve("kl_div"))[1:]
 
 
-def test_loss_and_gradients_are_those_of_speculators(parts):
+@pytest.mark.parametrize("norms", [(), ("fc_norm",), ("norm_output",), ("norm_before_fc", "norm_output")])
+def test_loss_and_gradients_are_those_of_speculators(parts, norms):
     build, store, samples = parts
-    ours, theirs = build(), build()
+    ours, theirs = build(norms=norms), build(norms=norms)
+    assert set(checkpoints.trainable(ours)) >= {f"{name}.0.weight" for name in norms if name == "fc_norm"}
     states, _ = store.load(samples[0].i)
     # speculators' loss counts every position whose target is there: supervise all
     everything = replace(samples[0], loss_mask=np.ones_like(samples[0].loss_mask))
