@@ -97,7 +97,8 @@ def test_a_spike_is_what_is_far_above_the_median():
     assert counters["gradient_norms"] == [float(norm) for norm in range(50, 150)]
     spikes.remember(counters, 0.0, "")  # a step with nothing to learn says nothing of what is usual
     spikes.remember(counters, 1e9, "a spike")
-    assert counters["gradient_norms"][-1] == 149.0 and (counters["skipped_steps"], counters["skipped_in_a_row"]) == (1, 1)
+    assert counters["gradient_norms"][-1] == 149.0
+    assert (counters["skipped_steps"], counters["skipped_in_a_row"]) == (1, 1)
 
 
 def test_a_few_in_a_row_end_the_run_with_what_it_was_before_them(make_loop):
