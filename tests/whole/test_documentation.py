@@ -62,7 +62,7 @@ def test_a_command_is_real(words):
     elif words[1] == "-m" and words[2] not in ("eagle3.X", "eagle3."):  # these stand for any command
         has_flags(words[3:], r'"(--[\w-]+)"', ROOT.joinpath(*words[2].split(".")).with_suffix(".py").read_text())
     elif words[1].startswith(("benchmarks/", "tests/manual/")):
-        has_flags(words[2:], r'"(--[\w-]+)"', (ROOT / words[1]).read_text())
+        has_flags(words[2:], r'"(--[\w-]+)"', with_siblings(ROOT / words[1]))
     elif words[1] != "-m":
         parse(OPTIONS[words[1]], words[2:])
 
@@ -71,6 +71,13 @@ def has_flags(words: list[str], pattern: str, text: str) -> None:
     """Require every flag among the words of a command to be told by a text; a word with spaces is a flag's value."""
     given = {word.partition("=")[0] for word in words if word.startswith("--") and " " not in word}
     assert given <= set(re.findall(pattern, text))
+
+
+def with_siblings(script: Path) -> str:
+    """Return a script's text and that of the scripts beside it from which it imports."""
+    text = script.read_text()
+    beside = (script.with_name(f"{name}.py") for name in re.findall(r"^from (\w+) import", text, re.MULTILINE))
+    return text + "".join(path.read_text() for path in beside if path.exists())
 
 
 @functools.cache
