@@ -92,7 +92,9 @@ def measure_server(options: BenchmarkOptions, stage: Stage, plan: "MeasurementPl
     """Return one server's measurements, one a concurrency; those already on disk are kept."""
     from eagle3.benchmark import load, measurements
     from eagle3.benchmark.plan import name_of
+    from eagle3.engines import speculation
 
+    words = [*options.engine.args, *options.benchmark.serve_args]
     section, fingerprint = options.benchmark, stage.manifest["fingerprint"]
     found = {c: measurements.finished(stage.directory, name_of(draft_tokens, c), fingerprint)
              for c in section.concurrency}
@@ -105,7 +107,8 @@ def measure_server(options: BenchmarkOptions, stage: Stage, plan: "MeasurementPl
                 name = name_of(draft_tokens, concurrency)
                 figures, replies = load.measure(server, plan.prompts, section, concurrency, stage, name)
                 figures = {"name": name, "draft_tokens": draft_tokens, "concurrency": concurrency} | figures
-                figures["engine"] = {"kind": server.kind, "version": server.version, "attached": server.child is None}
+                figures["engine"] = {"kind": server.kind, "version": server.version, "attached": server.child is None,
+                                     "speculation": speculation.of_server(server, words, options.engine.env)}
                 done[concurrency] = measurements.store(stage.directory, figures | {"fingerprint": fingerprint}, replies)
     return [done[concurrency] for concurrency in section.concurrency]
 
