@@ -39,7 +39,7 @@ def run(options: BenchmarkOptions, stage: Stage) -> None:
 
         look_ahead(options, stage, describe(options, stage))
         return
-    from eagle3.benchmark import measurements, prediction
+    from eagle3.benchmark import measurements, prediction, serving
     from eagle3.benchmark.plan import make_plan, name_of
 
     plan = make_plan(options, stage)
@@ -51,7 +51,8 @@ def run(options: BenchmarkOptions, stage: Stage) -> None:
     first = options.benchmark.concurrency[0]  # acceptance at temperature 0 does not depend on it
     if plan.capture and plan.drafter:
         drafted = [run for run in runs if run["draft_tokens"] and run["concurrency"] == first]
-        prediction.predict_runs(stage, options.model, plan.capture, plan.drafter, drafted, baseline=name_of(0, first))
+        prediction.predict_runs(stage, options.model, plan.capture, plan.drafter, drafted, baseline=name_of(0, first),
+                                sources={prompt.id: prompt.source for prompt in plan.prompts})
     results = {
         "schema_version": SCHEMA_VERSION,
         "model": {"path": str(plan.model), "identity": files.sha256_json(plan.inputs["model"])},
@@ -65,6 +66,7 @@ def run(options: BenchmarkOptions, stage: Stage) -> None:
             "gpus": stage.manifest["gpus"],
         },
         "runs": runs,
+        "serving": serving.advise(runs, model=str(plan.model), drafter=str(plan.drafter or "DRAFTER")),
     }
     files.write_json(stage.directory / "results.json", results)
     outputs = publish(stage.directory, results)
@@ -136,7 +138,7 @@ def publish(directory: Path, results: dict[str, Any]) -> dict[str, Path]:
     from eagle3.benchmark import report
 
     made = report.render(directory)
-    logger.info("results\n%s", report.text_table(results))
+    logger.info("results\n%s", report.text_table(report.load(directory)))
     logger.info("report: %s", directory / "report.html")
     return {path.name: path for path in made}
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from eagle3.benchmark import prediction_tables
 from eagle3.common import files, pages
 from eagle3.common.errors import PreconditionError
 
@@ -11,7 +12,8 @@ _ABSENT = "–"
 _UNAVAILABLE = "unavailable"
 _NOTES = """Acceptance length is 1 + accepted draft tokens / draft rounds, from the engine's counters over the
 measured requests. Acceptance by position is the share of all rounds that accepted that position and every one
-before it. Predicted values walk the same replies offline in draft rounds. Time per token is a request's whole
+before it. Predicted values walk the same replies offline in draft rounds; expected ones take the verifier's probability
+of each draft instead of the tokens that it happened to draw. Time per token is a request's whole
 time over its tokens, the prompt included."""
 
 
@@ -37,7 +39,7 @@ def load(directory: Path) -> dict[str, Any]:
         raise PreconditionError(
             "results of another schema version", where=path, expected=_SCHEMA_VERSION, found=version
         )
-    return results
+    return results | {"directory": str(directory)}
 
 
 # --- tables -----------------------------------------------------------------------------------------------
@@ -83,13 +85,17 @@ def acceptance_table(results: dict[str, Any]) -> pages.Table:
         if run.get("predicted"):
             rows.append([*name, "predicted", *_acceptance_cells(run["predicted"], depth)])
         if run.get("difference") is not None:
-            rows.append([*name, "difference", f"{run['difference']:+.3f}", *[""] * depth])
+            mark = " ← too far" if prediction_tables.is_far(run) else ""
+            rows.append([*name, "difference", f"{run['difference']:+.3f}{mark}", *[""] * depth])
     return head, rows
 
 
 def text_table(results: dict[str, Any]) -> str:
-    """Return both tables as aligned text."""
-    return "\n\n".join(pages.text_table(*table) for table in (acceptance_table(results), speed_table(results)))
+    """Return the tables as aligned text, and what to do about them."""
+    tables = (acceptance_table(results), speed_table(results), prediction_tables.lengths(results),
+              prediction_tables.serving(results))
+    lines = [*prediction_tables.remarks(results), *prediction_tables.serving_words(results)]
+    return "\n\n".join([*(pages.text_table(*table) for table in tables if table[1]), *lines])
 
 
 def _acceptance_cells(acceptance: dict[str, Any] | None, depth: int) -> list[str]:
@@ -160,8 +166,10 @@ def _page(results: dict[str, Any], plots: list[Path]) -> str:
         pages.definitions(_facts(results)),
         pages.heading("Acceptance"),
         pages.table(*acceptance_table(results)),
+        *map(pages.paragraph, prediction_tables.remarks(results)),
         pages.heading("Speed"),
         pages.table(*speed_table(results)),
+        *prediction_tables.sections(results),
         *map(pages.image, plots),
         pages.paragraph(_NOTES),
     )

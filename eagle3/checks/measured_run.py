@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3.benchmark import measurements
+from eagle3.benchmark.rounds import standard_error
 from eagle3.checks import drafter_checks
 from eagle3.checks.similarity import Pair, sampled
 from eagle3.common import files, tensor_files
@@ -32,10 +33,11 @@ class Figures:
 
     @property
     def error(self) -> float:
-        """Standard error of the length if rounds were independent; E[a²] is the sum of (2k − 1) P(a ≥ k)."""
+        """Standard error of the length if rounds were independent."""
+        if self.by_position:
+            return standard_error(self.by_position, self.rounds)
         mean = self.length - 1.0
-        square = sum((2 * k + 1) * share for k, share in enumerate(self.by_position))
-        square = square if self.by_position else mean * (1 + 2 * mean)  # as if every position were as hard
+        square = mean * (1 + 2 * mean)  # as if every position were as hard
         return (max(0.0, square - mean * mean) / max(self.rounds, 1.0)) ** 0.5
 
     def over(self, positions: int) -> "Figures":

@@ -9,6 +9,7 @@ sgl-kernel/csrc/speculative/speculative_sampling.cuh).
 import contextlib
 import json
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -90,6 +91,28 @@ def _vllm_refusal(found: Mapping[str, Any], *, sampled: bool) -> str:
     if sampled and method != "standard":
         return f"with rejection_sample_method={method} vLLM judges drafts together; that it can be walked is not shown"
     return ""
+
+
+def serve_line(kind: str, model: str, drafter: str, draft_tokens: int, schedule: list[list[int]] | None = None) -> str:
+    """Return the command that serves a verifier with so many draft tokens; 0: without the drafter.
+
+    Args:
+        schedule: [first, last, draft tokens] by requests in flight, for a vLLM that takes one.
+    """
+    if kind == "vllm":
+        words = ["vllm", "serve", model]
+        most = max([draft_tokens, *(count for _, _, count in schedule or [])])
+        if most:
+            given = {"method": "eagle3", "model": drafter, "num_speculative_tokens": most}
+            more = {"num_speculative_tokens_per_batch_size": schedule} if schedule else {}
+            words += ["--speculative-config", json.dumps(given | more)]
+        return shlex.join(words)
+    words = ["python", "-m", "sglang.launch_server", "--model-path", model]
+    if draft_tokens:
+        words += ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", drafter,
+                  "--speculative-num-steps", str(draft_tokens), "--speculative-eagle-topk", "1",
+                  "--speculative-num-draft-tokens", str(draft_tokens + 1)]
+    return shlex.join(words)
 
 
 def has_schedules(version: str | None) -> bool:

@@ -8,15 +8,15 @@ import pytest
 from eagle3.benchmark import measurements, prediction
 from eagle3.common import files
 from eagle3.common.options import BenchmarkOptions
-from eagle3.training.acceptance import Acceptance
 
 
 def test_predictions_are_made_on_the_measured_replies_at_once_and_kept(tmp_path, monkeypatch):
     calls = []
+    walked = {"length": 16 / 7, "by_position": [5 / 7, 4 / 7], "rounds": 7, "by_draft_tokens": {"1": {"length": 1.7}}}
 
-    def predict_measurements(stage, model, engine, drafter, measured):
+    def predict_measurements(stage, model, engine, drafter, measured, sources):
         calls.append((drafter, measured))
-        return {name: (Acceptance(7, [5, 4]), {"b": {"margin": 0.1, "within_noise": True}}) for name in measured}
+        return {name: (walked, {"b": {"margin": 0.1, "within_noise": True}}) for name in measured}
 
     monkeypatch.setattr(prediction, "predict_measurements", predict_measurements)
 
@@ -43,7 +43,7 @@ def test_predictions_are_made_on_the_measured_replies_at_once_and_kept(tmp_path,
     assert calls == [(Path("d"), {
         "drafter-2_c1": measurements.Measured(2, ["a", "b"], replies, {1: (1, 3)}),
         "drafter-4_c1": measurements.Measured(4, ["a", "b"], [replies[0], ([1], [2, 3, 4])], {})})]
-    assert runs[0]["predicted"] == {"length": pytest.approx(1 + 9 / 7), "by_position": [5 / 7, 4 / 7], "rounds": 7}
+    assert runs[0]["predicted"] == walked
     assert runs[0]["difference"] == pytest.approx(9 / 7 - 1)
     assert runs[0]["lossless"]["margins"]["b"]["within_noise"]
     assert predicted()[0] == runs[0] and len(calls) == 1

@@ -38,8 +38,7 @@ def test_states_for_the_prediction_come_from_a_vllm():
     options = BenchmarkOptions()
     assert plan.capture_engine(options) is options.engine
     options.benchmark.temperature = 0.7
-    assert plan.capture_engine(options) is None
-    options.benchmark.temperature = 0.0
+    assert plan.capture_engine(options) is options.engine
     options.engine.kind, options.engine.args = "sglang", ["--attention-backend", "triton"]
     found = plan.capture_engine(options)  # this interpreter has it
     assert (found.kind, found.args) == ("vllm", [])
