@@ -2,8 +2,8 @@
 
 For the verifier alone and for each draft-token count a server is started (or attached to), warmed up, and
 asked every prompt at each concurrency. Acceptance comes from the engine's own counters, as differences
-around the measured part. At temperature 0 the replies with and without drafter are compared, and the
-acceptance is predicted by walking these very replies offline; the two should agree.
+around the measured part. The acceptance is predicted by walking these very replies offline, at whatever
+temperature; the two should agree. At temperature 0 the replies with and without drafter are compared.
 
 Reads   05_export/ENGINE (or --drafter), a file of held-out prompts, the verifier
 Writes  06_bench/results.json, report.html and PNG plots (python -m eagle3.report 06_bench makes them again

@@ -297,7 +297,7 @@ class BenchmarkSection:
     draft_tokens: list[int] = option([3], "draft-token counts to measure", unit="tokens")
     concurrency: list[int] = option([1, 8], "requests in flight to measure", unit="requests")
     max_tokens: int = option(512, "longest reply", unit="tokens", minimum=1)
-    temperature: float = option(0.0, "sampling temperature; acceptance is predicted for 0 only", minimum=0.0)
+    temperature: float = option(0.0, "sampling temperature; the acceptance is predicted at it", minimum=0.0)
     warmup_prompts: int = option(2, "requests before measuring starts", unit="requests", minimum=0)
     serve_args: list[str] = option([], "more arguments for the servers")
     baseline_endpoint: str | None = option(None, "running server without drafter, instead of starting one")
