@@ -75,13 +75,15 @@ def main() -> None:
             print(f"depth {depth:2}, drafts right with {chance:.2f}: {seconds:.2f} s, "
                   f"{given.replies * given.tokens / seconds:,.0f} tokens/s", flush=True)
             slowest = max(slowest, seconds)
-    result: dict[str, Any] = {"seconds": slowest, "target_s": TARGET_S, "met": slowest <= TARGET_S, "device": where}
+    result: dict[str, Any] = {"seconds": slowest, "device": where}
+    if device.type == "cuda":
+        result |= {"target_s": TARGET_S, "met": slowest <= TARGET_S}
     if given.plain:
         result["ratio"] = compared(given, replies, model, head)
     if not given.keep:
         shutil.rmtree(given.scratch)
     print(json.dumps(result))
-    if device.type == "cuda" and not result["met"]:
+    if not result.get("met", True):
         sys.exit(1)
 
 

@@ -17,8 +17,10 @@ from eagle3.common.interrupt import Interrupt
 from eagle3.common.options import EngineOptions, ModelOptions
 from eagle3.drafter import network, teacher, verifier
 from eagle3.states import extraction
+from eagle3.states.store import Stored
 from eagle3.traces import trace_rows
 from eagle3.training import drafting
+from eagle3.training.batches import TrainingSample, collate
 from eagle3.training.drafting import Sampling
 
 DEPTH = 3
@@ -126,6 +128,54 @@ def test_batches_and_pieces_change_nothing(predict, replies, at_once, monkeypatc
     monkeypatch.setattr(drafting, "_LOGITS", {"cpu": 3000})
     small = predict(measured(replies))["drafter-3_c1"][0]
     assert told(small) == told(whole) and small["by_draft_tokens"].keys() == whole["by_draft_tokens"].keys()
+
+
+@pytest.fixture
+def strong(facts, drafter):
+    """A drafter whose attention decides: random weights, none of the verifier's in its layer."""
+    model = network.load(drafter, facts)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1 and not name.startswith(("embed", "verifier")):
+                weight.copy_(torch.randn(weight.shape, generator=generator) * (2.0 / weight.shape[1]) ** 0.5)
+        model.layers[0].self_attn.o_proj.weight.mul_(6)
+    return model
+
+
+def test_every_draft_is_that_of_a_drafter_that_goes_token_by_token(strong, monkeypatch):
+    """Texts of random states whose tokens are the drafter's own proposals, four in a row and then another."""
+    rng, members, texts, states, depth = np.random.default_rng(0), [], [], [], 4
+    for number, (prompt, length) in enumerate(((5, 30), (9, 21), (3, 40))):
+        random = torch.from_numpy(rng.standard_normal((length, 4, 64)).astype(np.float32))
+        ids = rng.integers(5, 400, prompt + 1).tolist()
+        with torch.inference_mode():
+            while len(ids) < length:
+                ids += engine_walk.drafts(strong, ids, random[:, :3].flatten(1), len(ids) - 1, depth)
+                ids.append(int(rng.integers(5, 400)))
+        mask = np.arange(length) >= prompt
+        members.append(TrainingSample(number, "", mask))
+        texts.append(ids[:length])
+        states.append(Stored(random, None, torch.tensor(ids[:length])))
+    store = SimpleNamespace(read=lambda number, sha256=None, pin=False: states[number])
+    for pieces in (1 << 24, 60):
+        monkeypatch.setattr(drafting, "_SCORES", {"cpu": pieces})
+        batch = collate(store, members, 64, 1, verify=False)
+        tokens, right = drafting.draft(strong, batch, depth)
+        start, long = 0, 0
+        for ids, own, member in zip(texts, states, members, strict=True):
+            for place in np.flatnonzero(member.supervised()):
+                with torch.inference_mode():
+                    drafts = engine_walk.drafts(strong, ids, own.hidden[:, :3].flatten(1), int(place) + 1, depth)
+                true = ids[place + 2 : place + 2 + depth]
+                same = [a == b for a, b in zip(drafts, true, strict=False)]
+                count = same.index(False) if False in same else len(same)
+                assert right[start + place] == count
+                assert tokens[start + place, : count + 1].tolist()[: len(true)] == drafts[: min(count + 1, len(true))]
+                assert (tokens[start + place, count + 1 :] == -1).all()
+                long += count == depth
+            start += len(ids) - 1
+        assert long > 8
 
 
 def sampled_by_an_engine(by_hand, prompt, sampling, depth, tokens, rng):
