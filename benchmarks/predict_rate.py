@@ -51,9 +51,15 @@ class RandomHead(TeacherHead):
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("hidden", 7168), ("heads", 64), ("ffn", 18432), ("vocab", 163840), ("draft-vocab", 32000),
-                          ("replies", 32), ("tokens", 2048), ("prompt", 128), ("plain", 0)):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--hidden", type=int, default=7168)
+    parser.add_argument("--heads", type=int, default=64)
+    parser.add_argument("--ffn", type=int, default=18432)
+    parser.add_argument("--vocab", type=int, default=163840)
+    parser.add_argument("--draft-vocab", type=int, default=32000)
+    parser.add_argument("--replies", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=2048, help="of a reply, its prompt counted")
+    parser.add_argument("--prompt", type=int, default=128, help="of these, tokens of the prompt")
+    parser.add_argument("--plain", type=int, default=0, help="replies to walk the way before as well, on the CPU")
     parser.add_argument("--depths", type=int, nargs="+", default=[5, 10, 16])
     parser.add_argument("--acceptance", type=float, nargs="+", default=[0.8, 1.0], help="chance of each draft")
     parser.add_argument("--scratch", type=Path, default=Path("/tmp/predict_rate"), help="where states are written")

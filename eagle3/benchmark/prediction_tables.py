@@ -13,11 +13,28 @@ def is_far(run: dict[str, Any]) -> bool:
     return abs(run.get("difference") or 0.0) > FAR
 
 
+def is_strange(run: dict[str, Any]) -> bool:
+    """Say whether a run's replies accept otherwise than the verifier's probabilities of their drafts let expect.
+
+    Both are walked on the same rounds, so what lies between them is the luck of the draw: three standard errors of it.
+    """
+    figures = run.get("predicted") or {}
+    expected = figures.get("expected")
+    return bool(expected) and abs(figures["length"] - expected["length"]) > max(FAR, 3 * figures["standard_error"])
+
+
 def remarks(results: dict[str, Any]) -> list[str]:
     """Return a line for what the predictions show to be wrong, with the command that looks for the cause."""
+    strange = [f"{run['name']} ({run['predicted']['length']:.3f} by its tokens, "
+               f"{run['predicted']['expected']['length']:.3f} by the verifier's probabilities)"
+               for run in results["runs"] if is_strange(run)]
     far = [run for run in results["runs"] if is_far(run)]
     lines = [f"{run['name']} is not predicted: {run['not_predicted']}." for run in results["runs"]
              if run.get("not_predicted")]
+    if strange:
+        lines.append("The server does not draw from the verifier's distribution under the settings that were sent, so "
+                     f"what it measures is of other text: {', '.join(strange)}. docs/low-acceptance.md names a release "
+                     "that does so above temperature 0.")
     if far:
         names = ", ".join(f"{run['name']} ({run['difference']:+.3f})" for run in far)
         where = results.get("directory") or "06_bench"

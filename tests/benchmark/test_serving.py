@@ -87,6 +87,14 @@ def test_a_prediction_that_is_off_is_marked_and_the_doctor_named(tmp_path, diffe
         assert ("drafter-1_c1 (" in text) == far
 
 
+@pytest.mark.parametrize(("expected", "strange"), [(2.3, False), (2.5, True), (1.9, True)])
+def test_replies_that_the_verifier_would_not_have_given_are_said(expected, strange):
+    made = results()
+    made["runs"][2]["predicted"] |= {"length": 2.3, "expected": {"length": expected, "standard_error": 0.01}}
+    said = [line for line in prediction_tables.remarks(made) if "does not draw from the verifier" in line]
+    assert bool(said) == strange and (not said or "drafter-3_c1 (2.300 by its tokens" in said[0])
+
+
 def test_predictions_for_other_settings_and_what_to_serve_are_on_the_page(tmp_path):
     made = results()
     made["runs"][2]["not_predicted"] = "it accepts by lot"
