@@ -20,7 +20,10 @@ def is_strange(run: dict[str, Any]) -> bool:
     """
     figures = run.get("predicted") or {}
     expected = figures.get("expected")
-    return bool(expected) and abs(figures["length"] - expected["length"]) > max(FAR, 3 * figures["standard_error"])
+    if not expected:
+        return False
+    apart = abs(figures["length"] - expected["length"])
+    return bool(apart > max(FAR, 3 * figures["standard_error"]))
 
 
 def remarks(results: dict[str, Any]) -> list[str]:
