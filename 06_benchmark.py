@@ -3,8 +3,8 @@
 For the verifier alone and for each draft-token count a server is started (or attached to), warmed up, and asked every
 prompt set at each temperature and number of requests in flight; at the end the verifier alone once more, which shows
 by how much the machine drifted. Acceptance comes from the engine's own counters, as differences around the measured
-part; times come from streams, chunk by chunk. At temperature 0 the replies with and without drafter are compared, and
-the acceptance is predicted by walking these very replies offline; the two should agree.
+part; times come from streams, chunk by chunk. The acceptance is predicted by walking these very replies offline, at
+whatever temperature; the two should agree. At temperature 0 the replies with and without drafter are compared.
 
 Reads   05_export/ENGINE (or --drafter), files of held-out prompts, the verifier
 Writes  06_bench/results.json, report.html and PNG plots (python -m eagle3.report 06_bench makes them again
@@ -107,12 +107,15 @@ def measure_cell(options: BenchmarkOptions, stage: Stage, plan: "MeasurementPlan
     """Make one measurement and keep it."""
     from eagle3.benchmark import load, measurements
     from eagle3.benchmark.plan import server_gpus
+    from eagle3.engines import speculation
 
     name, gpus = cell.name(plan.first_set), server_gpus(options) if server.child else None
     figures, replies = load.measure(
         server, plan.sets[cell.prompts].prompts, options.benchmark, cell.concurrency, stage, name,
         temperature=cell.temperature, seed=cell.repeat - 1, gpus=gpus)
-    engine = {"kind": server.kind, "version": server.version, "attached": server.child is None}
+    words = [*options.engine.args, *options.benchmark.serve_args]
+    engine = {"kind": server.kind, "version": server.version, "attached": server.child is None,
+              "speculation": speculation.of_server(server, words, options.engine.env)}
     measured = {"name": name} | cell.key() | figures | {"engine": engine, "fingerprint": stage.manifest["fingerprint"]}
     return measurements.store(stage.directory, measured, replies)
 
@@ -136,16 +139,15 @@ def serving(options: BenchmarkOptions, stage: Stage, plan: "MeasurementPlan", ki
 def conclude(options: BenchmarkOptions, stage: Stage, plan: "MeasurementPlan", runs: list[dict[str, Any]]
              ) -> dict[str, Any]:
     """Compare, predict, and return what results.json holds."""
-    from eagle3.benchmark import comparison, matrix, measurements, prediction
+    from eagle3.benchmark import comparison, matrix, measurements, prediction, serving_advice
 
     comparison.compare_replies(stage.directory, runs)
     if plan.capture and plan.drafter:
-        first = options.benchmark.concurrency[0]  # acceptance at temperature 0 does not depend on it
-        walked = [each for each in runs if each["server"] == matrix.DRAFTER and each.get("baseline")
+        first = options.benchmark.concurrency[0]  # acceptance does not depend on it
+        walked = [each for each in runs if each["server"] == matrix.DRAFTER and each["repeat"] == 1
                   and (each["concurrency"] == first or measurements.prediction(stage.directory, each))]
-        if walked:
-            prediction.predict_runs(stage, options.model, plan.capture, plan.drafter, walked,
-                                    baseline=walked[0]["baseline"])
+        sources = {prompt.id: prompt.source for each in plan.sets.values() for prompt in each.prompts}
+        prediction.predict_runs(stage, options.model, plan.capture, plan.drafter, walked, sources=sources)
     cells = comparison.cells(runs)
     verdict = comparison.verdict(cells, stage.directory, str(plan.control)) if plan.control else None
     return {
@@ -163,6 +165,7 @@ def conclude(options: BenchmarkOptions, stage: Stage, plan: "MeasurementPlan", r
         "runs": cells,
         "drift": comparison.drift(runs),
         "control": verdict,
+        "serving": serving_advice.advise(cells, model=str(plan.model), drafter=str(plan.drafter or "DRAFTER")),
     }
 
 
@@ -171,7 +174,7 @@ def publish(directory: Path, results: dict[str, Any]) -> dict[str, Path]:
     from eagle3.benchmark import report
 
     made = report.render(directory)
-    logger.info("results\n%s", report.text_table(results))
+    logger.info("results\n%s", report.text_table(report.load(directory)))
     logger.info("report: %s", directory / "report.html")
     return {path.name: path for path in made}
 

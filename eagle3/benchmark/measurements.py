@@ -121,20 +121,24 @@ class Measured:
         ids: names of the replies. replies: (prompt ids, completion ids) of each.
         parted: {number of the reply: (index of its first token that differs from the verifier's own reply, the token
             that stands there in the verifier's)}.
+        sampling: settings with which they were asked for; {} where that was not recorded.
     """
 
     draft_tokens: int
     ids: list[str]
     replies: list[tuple[list[int], list[int]]]
     parted: dict[int, tuple[int, int]] = field(default_factory=dict)
+    sampling: dict[str, Any] = field(default_factory=dict)
 
 
-def measured_replies(directory: Path, run: dict[str, Any], baseline: str) -> Measured:
+def measured_replies(directory: Path, run: dict[str, Any], baseline: str | None) -> Measured:
     """Return a run's replies as token ids, and where they part from those of its `baseline` (else of the named one)."""
     baseline = run.get("baseline") or baseline
-    own = {reply["id"]: reply["completion_token_ids"] for reply in replies_of(directory, {"name": baseline})}
+    alone = replies_of(directory, {"name": baseline}) if baseline else ()
+    own = {reply["id"]: reply["completion_token_ids"] for reply in alone}
     parting = (run.get("lossless") or {}).get("first_difference", {})
-    measured = Measured(run["draft_tokens"], [], [])
+    sampling = (run.get("sampling") or {}).get("sent") or {}
+    measured = Measured(run["draft_tokens"], [], [], sampling=sampling)
     for reply in replies_of(directory, run):
         name, prompt, completion = reply["id"], reply["prompt_token_ids"], reply["completion_token_ids"]
         if not prompt or len(completion) < 2:
@@ -148,11 +152,11 @@ def measured_replies(directory: Path, run: dict[str, Any], baseline: str) -> Mea
 
 
 def store_prediction(
-    directory: Path, run: dict[str, Any], acceptance: dict[str, Any], margins: dict[str, dict[str, Any]]
+    directory: Path, run: dict[str, Any], predicted: dict[str, Any], margins: dict[str, dict[str, Any]]
 ) -> None:
     """Keep the predicted acceptance of a run's very replies, and the margins at which replies part, by id."""
     basis = {"fingerprint": run["fingerprint"], "replies": run["replies"]}
-    files.write_json(_prediction_path(directory, run), basis | acceptance | {"margins": margins})
+    files.write_json(_prediction_path(directory, run), basis | predicted | {"margins": margins})
 
 
 def prediction(directory: Path, run: dict[str, Any]) -> dict[str, Any] | None:
@@ -168,7 +172,8 @@ def use_prediction(directory: Path, run: dict[str, Any]) -> bool:
     kept = prediction(directory, run)
     if kept is None:
         return False
-    run["predicted"] = {name: kept[name] for name in ("length", "by_position", "rounds")}
+    apart = ("fingerprint", "replies", "margins")
+    run["predicted"] = {name: value for name, value in kept.items() if name not in apart}
     if run["acceptance"]:
         run["difference"] = run["predicted"]["length"] - run["acceptance"]["length"]
     if kept["margins"]:

@@ -136,7 +136,7 @@ def _require_drafter(folder: Path, option: str) -> None:
 def capture_engine(options: BenchmarkOptions) -> EngineOptions | None:
     """Return the vLLM with which acceptance is predicted, None when it is not to be or cannot be."""
     section = options.benchmark
-    if not section.predict or min(section.temperature) > 0:
+    if not section.predict:
         return None
     if options.engine.kind == "vllm":
         return options.engine

@@ -1,9 +1,11 @@
 """Tables, plots and the report page of a benchmark, from its results.json alone."""
 
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from eagle3.benchmark import prediction_tables
 from eagle3.common import files, pages
 from eagle3.common.errors import PreconditionError
 
@@ -15,7 +17,9 @@ _NAME = 14  # characters of a prompt set's name in a table
 _NOTES = """Acceptance length is 1 + accepted draft tokens / draft rounds, from the engine's counters over the
 measured requests, ± its standard error. Acceptance by position is the share of all rounds that accepted that position
 and every one before it; conditional is the share of the rounds that got there. "Used" is the share of all drafted
-tokens that were accepted. Predicted values walk the same replies offline in draft rounds. Brackets hold the smallest
+tokens that were accepted. Predicted values walk the same replies offline in draft
+rounds; expected ones take the verifier's probability of each draft instead of the tokens that it happened to draw.
+Brackets hold the smallest
 and largest of the repeats; of a speed-up, the slowest drafter over the fastest verifier and the reverse. First token is
 the time to the first chunk with tokens. Where a chunk brings several tokens, as with a drafter, they share its time:
 time between tokens is a request's time after the first chunk over the tokens after it, time between chunks what a
@@ -45,7 +49,7 @@ def load(directory: Path) -> dict[str, Any]:
         raise PreconditionError(
             "results of another schema version", where=path, expected=_SCHEMA_VERSIONS[-1], found=version
         )
-    return _as_today(results) if version == 1 else results
+    return (_as_today(results) if version == 1 else results) | {"directory": str(directory)}
 
 
 def _as_today(results: dict[str, Any]) -> dict[str, Any]:
@@ -82,15 +86,23 @@ def tables(results: dict[str, Any]) -> dict[str, pages.Table]:
             [[each["prompts"], f"{each['temperature']:g}", str(each["concurrency"]), f"{each['start']:.1f}",
               f"{each['end']:.1f}", f"{each['change']:+.1%}"] for each in results["drift"]]),
     }
+    found |= {"Predicted for other settings": prediction_tables.lengths(results),
+              "Predicted by prompts and context": prediction_tables.groups(results),
+              "Which setting to serve": prediction_tables.serving(results)}
     return {title: table for title, table in found.items() if table[1]}
 
 
 def text_table(results: dict[str, Any]) -> str:
-    """Return the tables as aligned text of at most 120 columns, and what the control says."""
+    """Return the tables as aligned text of at most 120 columns, what the control says, and what to do.
+
+    A command stays on one line however long it is: it is there to be copied.
+    """
     results = _as_today(results) if results["schema_version"] == 1 else results
     shown = [f"{title}\n{pages.text_table(*table, width=120)}" for title, table in tables(results).items()]
     verdict = [pages.visible(f"Control: {results['control']['text']}")] if results["control"] else []
-    return "\n\n".join([*shown, *verdict])
+    lines = [*prediction_tables.remarks(results), *prediction_tables.serving_words(results)]
+    told = [pages.visible(line) if line.startswith("  ") else textwrap.fill(pages.visible(line), 120) for line in lines]
+    return "\n\n".join([*shown, *verdict, *told])
 
 
 def _table(columns: Sequence[Column], runs: Sequence[Run]) -> pages.Table:
@@ -174,7 +186,8 @@ def _percentiles(name: str, scale: float) -> Callable[[Run], str]:
 
 _LENGTH: list[Column] = [
     ("length", _length), ("predicted", _of("predicted", "length", ".3f")),
-    ("diff.", lambda run: f"{run['difference']:+.3f}" if run.get("difference") is not None else _ABSENT),
+    ("diff.", lambda run: _ABSENT if run.get("difference") is None else
+        f"{run['difference']:+.3f}" + " ←" * prediction_tables.is_far(run)),
     ("rounds", _of("acceptance", "drafts", ".0f")), ("used", _of("acceptance", "used", ".0%")),
     ("same replies", _same_replies),
 ]
@@ -276,6 +289,8 @@ def _page(results: dict[str, Any], plots: list[Path]) -> str:
         pages.definitions(_facts(results)),
         *([pages.paragraph(f"Control: {verdict['text']}")] if verdict else []),
         *parts,
+        *map(pages.paragraph, prediction_tables.remarks(results)),
+        *map(pages.paragraph, prediction_tables.serving_words(results)),
         *map(pages.image, plots),
         pages.paragraph(_NOTES),
     )

@@ -155,12 +155,18 @@ def head_and_mapping(run: Run) -> Evidence:
 
 def temperature(run: Run) -> Evidence:
     """temperature"""
+    sent = ((run.main or {}).get("sampling") or {}).get("sent") or {}
     options = run.option("benchmark", "temperature")  # a list of what was measured; once a number
-    asked = (run.main or {}).get("temperature", min(options, default=None) if isinstance(options, list) else options)
+    fallback = min(options, default=None) if isinstance(options, list) else options
+    asked = sent.get("temperature", (run.main or {}).get("temperature", fallback))
     if asked is None:
         yield Item(REMAINS, "the temperature was not recorded", "measure at --temperature 0")
-    elif asked > 0:
-        yield Item(FOUND, f"measured at temperature {asked:g}; prediction and training's figure are for greedy output",
+    elif asked > 0 and not run.figures("predicted"):
+        yield Item(FOUND, f"measured at temperature {asked:g}; training's figure is for greedy output",
+                   "measure at --temperature 0 first: sampled tokens are accepted less often by nature")
+    elif asked > 0:  # both were sampled: the temperature lies between the prediction and training's figure
+        status = FOUND if run.predicted_low else OUT
+        yield Item(status, f"measured and predicted at temperature {asked:g}; training's figure is for greedy output",
                    "measure at --temperature 0 first: sampled tokens are accepted less often by nature")
     else:
         yield Item(OUT, "measured at 0")
@@ -301,4 +307,4 @@ CAUSES: tuple[Callable[[Run], Evidence], ...] = (
     prompts_and_data, fused_all_reduce, prefix_cache,
 )  # fmt: skip
 # What a cause holds down: the measurement only, or the prediction as well, which reads the same files and replies.
-ENGINE_SIDE = (auxiliary_ids, compile_cache, norm_flags, temperature, fused_all_reduce, prefix_cache)
+ENGINE_SIDE = (auxiliary_ids, compile_cache, norm_flags, fused_all_reduce, prefix_cache)

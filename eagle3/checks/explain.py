@@ -17,7 +17,7 @@ from eagle3.checks.measured_run import Figures, Run, gather
 from eagle3.common.errors import PreconditionError
 
 ENGINE, FILES = "what the engine loads or feeds", "the exported files and the data"
-BOTH = "engine, files and data; a prediction (temperature 0) would tell them apart"
+BOTH = "engine, files and data; a prediction would tell them apart"
 _LEAST = 0.03  # of an acceptance length; below it two measurements of one thing differ by rounding
 
 

@@ -368,7 +368,7 @@ class BenchmarkSection:
     )
     draft_tokens: list[int] = option([3], "draft-token counts to measure, a server each", unit="tokens")
     concurrency: list[int] = option([1, 8], "requests in flight to measure", unit="requests")
-    temperature: list[float] = option([0.0], "sampling temperatures to measure; acceptance is predicted for 0 only",
+    temperature: list[float] = option([0.0], "sampling temperatures to measure; acceptance is predicted at each",
                                       minimum=0.0)
     repeats: int = option(1, "measurements of each kind within a server's life; figures are their medians, with spread",
                           minimum=1)

@@ -36,9 +36,12 @@ def fit_modules(model: Any, verifier: Verifier) -> None:
 class TeacherHead:
     """The verifier's final norm and output head, for checks on a few rows; the norm in float32."""
 
-    def __init__(self, verifier: Verifier, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, verifier: Verifier, dtype: torch.dtype | None = None, device: torch.device | None = None
+    ) -> None:
         """Load both; the head computes in `dtype` (default: that of the file, or float32 where a scale is in it)."""
-        weights = load_shared_weights(verifier, ("norm", "lm_head"))
+        weights = {name: weight.to(device) for name, weight in
+                   load_shared_weights(verifier, ("norm", "lm_head")).items()}
         self._norm, self._bias = weights["norm"].float(), weights.get(NORM_BIAS)
         self._head, self._eps, self._how = weights["lm_head"].to(dtype), verifier.rms_norm_eps, verifier.output
 
@@ -47,6 +50,11 @@ class TeacherHead:
         self._norm, self._head = self._norm.to(device), self._head.to(device)
         self._bias = None if self._bias is None else self._bias.to(device)
         return self
+
+    @property
+    def vocab_size(self) -> int:
+        """How many logits there are."""
+        return len(self._head)
 
     def logits(self, teacher_states: torch.Tensor) -> torch.Tensor:
         """Return the verifier's logits [n, V], float32, of teacher states [n, H]."""
@@ -59,7 +67,7 @@ class TeacherHead:
 
     def normed(self, teacher_states: torch.Tensor) -> torch.Tensor:
         """Return teacher states [n, H] after the final norm, in float32."""
-        states = teacher_states.float()
+        states = teacher_states.to(self._norm.device, torch.float32)
         if self._how.layer_norm:
             return torch.nn.functional.layer_norm(states, states.shape[-1:], self._norm, self._bias, self._eps)
         return states * (states.pow(2).mean(-1, keepdim=True) + self._eps).rsqrt() * self._norm

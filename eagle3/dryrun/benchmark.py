@@ -2,14 +2,16 @@
 
 from typing import Any
 
-from eagle3.benchmark import matrix, measurements
+from eagle3.benchmark import matrix, measurements, prediction
 from eagle3.benchmark.matrix import Cell, ServerKind
 from eagle3.benchmark.plan import STALE_ON, MeasurementPlan, endpoint_of, make_plan, options_of_all, server_words
 from eagle3.common import files, manifest
 from eagle3.common.log import duration, logger
 from eagle3.common.options import BenchmarkOptions
 from eagle3.common.stage import Stage
+from eagle3.dryrun import estimates
 from eagle3.dryrun.dry_run import DryRun
+from eagle3.engines import speculation
 
 
 def describe(options: BenchmarkOptions, stage: Stage) -> MeasurementPlan:
@@ -37,6 +39,8 @@ def describe(options: BenchmarkOptions, stage: Stage) -> MeasurementPlan:
     longest, most = section.max_tokens, max(section.concurrency)
     dry.memory(options.engine, prefill=8192, cached=most * longest, why=f"{most} requests of {longest:,}")
     captures = 1 if plan.capture else 0
+    if captures:
+        _walk(options, plan, dry)
     loads = len(started) + captures
     what = f"{loads} loads of the verifier ({len(started)} servers, {captures} for the prediction)"
     if dry.known:
@@ -80,3 +84,31 @@ def _say_time(dry: DryRun, plan: MeasurementPlan, missing: dict[ServerKind, list
     seconds = sum(len(plan.sets[cell.prompts].prompts) * longest / rates[nearest[cell.concurrency]]
                   for cells in missing.values() for cell in cells)
     dry.time(seconds, "the requests, at most, at the tokens/s of what is measured already")
+
+
+def _walk(options: BenchmarkOptions, plan: MeasurementPlan, dry: DryRun) -> None:
+    """Print what the prediction captures and what its walk takes, or why it would be refused."""
+    section = options.benchmark
+    words = [*options.engine.args, *section.serve_args]
+    found = speculation.settings(options.engine.kind, words, options.engine.env)
+    reasons = {each: speculation.refusal(options.engine.kind, found, each) for each in section.temperature}
+    if not section.drafter_endpoint:
+        for temperature, reason in reasons.items():
+            if reason:
+                dry.say("", f"predicts nothing at temperature {temperature:g}: {reason}")
+        if all(reasons.values()):
+            return
+    # Greedy replies are mostly the same for all draft-token counts.
+    times = sum(len(section.draft_tokens) if each > 0 else 1 for each in section.temperature)
+    tokens = sum(len(each.prompts) for each in plan.sets.values()) * section.max_tokens * times
+    depth = max(prediction.DEPTH, *section.draft_tokens)
+    line = f"the states of at most {tokens:,} generated tokens and their prompts"
+    config = plan.drafter / "config.json" if plan.drafter else None
+    if dry.facts and config and config.exists():
+        size = files.read_json(config).get("draft_vocab_size")
+        if size:
+            flops = estimates.drafter(dry.facts, int(size)).walk_flops(tokens, depth)
+            took = " or ".join(f"{duration(flops / rate)} on {where}" for where, rate in estimates.WALK_RATES.items())
+            line += (f", walked once for 1 to {depth} draft tokens in at most {took} ({flops:.2g} operations if every "
+                     "draft were right; about a fifth if the length is 3)")
+    dry.say("predict", f"{line} (estimate)")

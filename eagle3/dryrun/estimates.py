@@ -31,6 +31,11 @@ _TRAINING_VECTORS, _LOGIT = 8, 2 * _BFLOAT16 + 2 * _FLOAT32
 USABLE_PROMPTS, INVENTED_TOKENS = 0.84, 93
 
 
+# Matrix operations a second: training's step on an H200 (20 GFLOP a token at 33,500 tokens/s, docs/speed.md), and
+# float32 products on two AVX2 cores (eagle3/engines/defaults.py).
+WALK_RATES = {"one H200": 6.7e14, "two CPU cores": 9.5e10}
+
+
 # --- the run that inspired this project --------------------------------------------------------------------
 
 
@@ -162,6 +167,12 @@ class Drafter:
         Two a parameter forward and four backward; fc runs once, the teacher's head once and forward only.
         """
         return 6 * (self.fc + steps * (self.trained - self.fc)) + 2 * self.head
+
+    def walk_flops(self, tokens: int, steps: int) -> int:
+        """Return the matrix operations of walking so many tokens of replies, if all of that many drafts were right:
+        two a parameter; fc runs once, the verifier's head over its own vocabulary once."""
+        hidden = self.head // self.vocab
+        return 2 * tokens * (self.fc + steps * (self.trained - self.fc) + hidden * self.target_vocab)
 
     def state_bytes(self, gpus: int) -> int:
         """Return weights, gradients and moments of the trained parameters on each GPU, sharded over all."""

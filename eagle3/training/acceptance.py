@@ -2,19 +2,18 @@
 
 Adding up accuracies by step overstates acceptance, because rounds start where drafting has just failed. So the
 walk does what the engine does: from the last known token draft k tokens, accept the longest correct prefix,
-take one token from the verifier, go on from there. Valid for greedy output of this verifier on this engine.
+take one token from the verifier, go on from there. Valid where an engine emits a draft exactly when it accepts it:
+docs/low-acceptance.md. The replies of a benchmark are walked by eagle3/training/drafting.py and
+eagle3/benchmark/rounds.py, for all draft-token counts at once.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from eagle3.states.store import StateStore
-from eagle3.training import ttt
-from eagle3.training.batches import Batch, TrainingSample, collate
+from eagle3.training.batches import Batch, TrainingSample
 
 
 @dataclass
@@ -128,19 +127,3 @@ def accuracy_counts(batch: Batch, drafted: list[torch.Tensor]) -> torch.Tensor:
         correct = torch.zeros_like(correct).index_fill_(0, positions[right], True)
         counts[step] = torch.tensor([int(right.sum()), len(positions), int(before.sum())])
     return counts
-
-
-def predict(
-    model: Any, store: StateStore, packed: Iterable[list[TrainingSample]], batch_tokens: int, draft_tokens: int
-) -> Acceptance:
-    """Return the pooled acceptance of packed samples of a store (temperature 0, top-1 draft)."""
-    total = Acceptance(0, [0] * draft_tokens)
-    for members in packed:
-        batch = collate(store, members, batch_tokens, draft_tokens, verify=True)
-        if batch.supervised == 0:
-            continue
-        with torch.inference_mode():
-            weight = model.fc.weight
-            drafted, _ = ttt.draft(model, batch.to(weight.device, weight.dtype), draft_tokens)
-        total.add(walk_batch(batch, members, drafted, draft_tokens))
-    return total

@@ -35,21 +35,27 @@ def attend(
     for start, first, stop in spans:
         count = stop - first
         own = [(key[row : row + count], value[row : row + count]) for key, value in drafted]
-        pieces.append(_attend_document(query[row : row + count], keys[start:stop], values[start:stop], own))
+        pieces.append(attend_document(query[row : row + count], keys[start:stop], values[start:stop], own))
         row += count
     return torch.cat(pieces)
 
 
-def _attend_document(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, drafted: list[tuple[torch.Tensor, torch.Tensor]]
+def attend_document(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, drafted: list[tuple[torch.Tensor, torch.Tensor]],
+    seen: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of a document's last `count` positions, scores in memory: for short documents and CPUs."""
+    """Attention of `count` positions of a document, scores in memory: for short documents and CPUs.
+
+    Args:
+        seen: [count] int64, how many of the document's true tokens each of them sees; default: they are its last ones.
+    """
     count, heads, size = query.shape
     length, kv_heads, _ = keys.shape
     grouped = query.view(count, kv_heads, heads // kv_heads, size)
     queries = grouped.permute(1, 2, 0, 3).reshape(kv_heads, -1, size)  # [KV heads, group x count, d]
     scores = (queries @ keys.permute(1, 2, 0)).view(kv_heads, -1, count, length)
-    future = torch.ones(count, length, dtype=torch.bool, device=query.device).triu_(length - count + 1)
+    places = torch.arange(length, device=query.device)
+    future = places >= (places[length - count :] + 1 if seen is None else seen)[:, None]
     scores = scores.masked_fill(future, float("-inf"))
     diagonals = [(grouped * key[:, :, None]).sum(-1).permute(1, 2, 0)[..., None] for key, _ in drafted]
     weights = torch.cat([scores, *diagonals], dim=-1).softmax(-1, dtype=torch.float32).to(query.dtype)

@@ -8,15 +8,15 @@ import pytest
 from eagle3.benchmark import measurements, prediction
 from eagle3.common import files
 from eagle3.common.options import BenchmarkOptions
-from eagle3.training.acceptance import Acceptance
 
 
 def test_predictions_are_made_on_the_measured_replies_at_once_and_kept(tmp_path, monkeypatch):
     calls = []
+    walked = {"length": 16 / 7, "by_position": [5 / 7, 4 / 7], "rounds": 7, "by_draft_tokens": {"1": {"length": 1.7}}}
 
-    def predict_measurements(stage, model, engine, drafter, measured):
+    def predict_measurements(stage, model, engine, drafter, measured, sources):
         calls.append((drafter, measured))
-        return {name: (Acceptance(7, [5, 4]), {"b": {"margin": 0.1, "within_noise": True}}) for name in measured}
+        return {name: (walked, {"b": {"margin": 0.1, "within_noise": True}}) for name in measured}
 
     monkeypatch.setattr(prediction, "predict_measurements", predict_measurements)
 
@@ -32,10 +32,11 @@ def test_predictions_are_made_on_the_measured_replies_at_once_and_kept(tmp_path,
 
     def predicted(**changes):
         runs = [{"name": f"drafter-{count}_c1", "draft_tokens": count, "fingerprint": "f", "replies": "r",
-                 "concurrency": 1, "acceptance": {"length": 2.0}, "lossless": {"first_difference": parted}} | changes
+                 "concurrency": 1, "baseline": "baseline_c1",
+                 "acceptance": {"length": 2.0}, "lossless": {"first_difference": parted}} | changes
                 for count, parted in ((2, {"b": 1}), (4, {}))]
         options = BenchmarkOptions()
-        prediction.predict_runs(stage, options.model, options.engine, Path("d"), runs, baseline="baseline_c1")
+        prediction.predict_runs(stage, options.model, options.engine, Path("d"), runs)
         return runs
 
     runs = predicted()
@@ -43,7 +44,7 @@ def test_predictions_are_made_on_the_measured_replies_at_once_and_kept(tmp_path,
     assert calls == [(Path("d"), {
         "drafter-2_c1": measurements.Measured(2, ["a", "b"], replies, {1: (1, 3)}),
         "drafter-4_c1": measurements.Measured(4, ["a", "b"], [replies[0], ([1], [2, 3, 4])], {})})]
-    assert runs[0]["predicted"] == {"length": pytest.approx(1 + 9 / 7), "by_position": [5 / 7, 4 / 7], "rounds": 7}
+    assert runs[0]["predicted"] == walked
     assert runs[0]["difference"] == pytest.approx(9 / 7 - 1)
     assert runs[0]["lossless"]["margins"]["b"]["within_noise"]
     assert predicted()[0] == runs[0] and len(calls) == 1

@@ -36,12 +36,21 @@ def test_unfinished_export_is_refused_and_dry_run_writes_nothing(bench):
     assert result.returncode == 3 and "05_fix_weight_keys.py" in result.stderr
 
 
+def test_a_dry_run_says_what_the_prediction_takes_or_why_there_is_none(bench):
+    command = [part for part in bench.command("--dry-run", "--temperature", "0.7") if part != "--no-predict"]
+    dry = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert dry.returncode == 0, dry.stderr
+    assert "predict the states of at most 120 generated tokens" in dry.stderr  # 6 prompts of 20, one count
+    args = "--speculative-config.rejection_sample_method block"
+    dry = subprocess.run([*command, f"--engine-args={args}"], cwd=ROOT, capture_output=True, text=True)
+    assert "predicts nothing at temperature 0.7: with rejection_sample_method=block" in dry.stderr
+
+
 def test_states_for_the_prediction_come_from_a_vllm():
     options = BenchmarkOptions()
     assert plan.capture_engine(options) is options.engine
     options.benchmark.temperature = [0.7]
-    assert plan.capture_engine(options) is None
-    options.benchmark.temperature = [0.0, 0.7]
+    assert plan.capture_engine(options) is options.engine
     options.engine.kind, options.engine.args = "sglang", ["--attention-backend", "triton"]
     found = plan.capture_engine(options)  # this interpreter has it
     assert (found.kind, found.args) == ("vllm", [])

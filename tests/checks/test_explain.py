@@ -206,8 +206,10 @@ def test_what_remains_is_named_with_the_open_side_first(run):
     recorded(run, "benchmark", temperature=None)
     (run / "01_traces" / trace_rows.FILE_NAME).unlink()
     says(run)
-    assert "not ruled out: 1 auxiliary layer ids, 8 temperature, 11 prefix caching" in explain.explain(run).answer
-    assert explain.explain(run).answer.endswith("9 tokenizer, chat template or prompts unlike the training's")
+    answer = explain.explain(run).answer
+    assert "not ruled out: 1 auxiliary layer ids, 11 prefix caching" in answer
+    assert "KV cache, 8 temperature, 9" in answer
+    assert answer.endswith("9 tokenizer, chat template or prompts unlike the training's")
 
 
 # --- every cause, found and not ---------------------------------------------------------------------------
@@ -273,6 +275,16 @@ def test_a_damaged_drafter_or_setting_is_named_first(run, number, word, damage):
     assert word in told(found.causes[0])
     assert found.answer.startswith(f"most likely {number} ") and found.exit_code == 3
     assert [each.number for each in found.causes if each.status == causes.FOUND] == [number]
+
+
+def test_a_prediction_at_the_same_temperature_rules_it_out_for_the_engine(run):
+    recorded(run, "benchmark", temperature=0.7)
+    figures(run, LOW, GOOD)
+    assert cause(run, 8).status == causes.OUT
+    figures(run, LOW, LOW)
+    assert cause(run, 8).status == causes.FOUND
+    figures(run, LOW, None)
+    assert cause(run, 8).status == causes.FOUND
 
 
 def other_file(name):
@@ -462,6 +474,7 @@ def test_only_the_last_start_in_a_log_counts(run):
 def test_a_folder_of_stage_06_can_be_named(run):
     other = shutil.copytree(run / "06_bench", run / "06_bench_depths")
     recorded(run, "benchmark", temperature=0.9)
+    figures(run, predicted=None)
     edit(other / "manifest.json", lambda manifest: manifest["options"]["common"].update({"run_dir": str(run)}))
     assert cause(run, 8).status == causes.FOUND and cause(other, 8).status == causes.OUT
 
