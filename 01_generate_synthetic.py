@@ -111,14 +111,15 @@ def survey_source(section: GenerateSection, options: GenerateOptions, stage: Sta
 
 def invented(options: GenerateOptions) -> "Plan | None":
     """Return what --prompts self:N asks for, None for another source; what stage 06 will measure on is held out."""
+    from eagle3.benchmark.prompt_sets import user_texts
     from eagle3.traces import self_prompts
 
     if self_prompts.count_of(options.generate.prompts) is None:
         return None
     config.require(options.model.path, "--model", "the folder whose template --prompts self:N speaks in")
-    given = options.common.config
-    measured = config.parse(BenchmarkOptions, ["--config", given] if given else [], "").benchmark.prompts
-    return self_prompts.plan(options.generate, [str(HELD_OUT), *filter(None, [measured])], options.common.limit)
+    measured = config.of_file(BenchmarkOptions, options.common.config).benchmark
+    return self_prompts.plan(options.generate, [str(HELD_OUT), *filter(None, [measured.prompts])],
+                             options.common.limit, user_texts(measured.prompt_sets))
 
 
 def invent(options: GenerateOptions, stage: Stage, plan: "Plan", started: Callable[[], Started]) -> Path:

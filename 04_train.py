@@ -127,8 +127,7 @@ def served_draft_tokens(options: TrainOptions, stage: Stage) -> list[int]:
     """Return the draft-token counts that choose the best checkpoint."""
     if options.train.draft_tokens:
         return [options.train.draft_tokens]
-    given = ["--config", stage.common.config] if stage.common.config else []
-    benchmark = config.parse(BenchmarkOptions, given, "").benchmark
+    benchmark = config.of_file(BenchmarkOptions, stage.common.config).benchmark
     return sorted({count for count in benchmark.draft_tokens if count > 0}) or BenchmarkOptions().benchmark.draft_tokens
 
 

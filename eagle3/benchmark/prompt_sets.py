@@ -96,6 +96,13 @@ def read(name: str, path: Path, limit: int | None = None) -> PromptSet:
     return PromptSet(name, path, asked, identity, form.about if form else "prompts of yours")
 
 
+def user_texts(sets: list[str]) -> list[str]:
+    """Return what users say in the prompts of NAME=FILE sets, set by set."""
+    files_of = named("", sets) if sets else {}
+    return [message["content"] for name, path in files_of.items() for prompt in read(name, path).prompts
+            for message in prompt.messages if message["role"] == "user" and message["content"]]
+
+
 def _shape(name: str, form: Format) -> prompts.Shape:
     """Return the function that makes a row of a published format one that `prompts` reads."""
     def shape(placed: Placed) -> Placed:

@@ -45,6 +45,11 @@ def parse(options_class: type[Options], arguments: list[str], documentation: str
     return options_class(**built)
 
 
+def of_file(options_class: type[Options], path: str) -> Options:
+    """Return another stage's options as a configuration file (none: "") and the defaults give them."""
+    return parse(options_class, ["--config", path] if path else [], "")
+
+
 def build_parser(options_class: type, documentation: str) -> argparse.ArgumentParser:
     """Return a parser with one flag per option, grouped by section; absent flags leave no value behind."""
     parser = _Parser(

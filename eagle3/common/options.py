@@ -135,8 +135,8 @@ class GenerateSection:
     self_keep_system: bool = option(False, "ask the prompts of self:N with the system prompt that they were invented "
                                     "after; otherwise it only steers what they are about")
     self_held_out: list[str] = option(
-        [], "files of prompts that self:N must not come near; prompts/benchmark.jsonl of the project and the "
-        "configuration's benchmark.prompts are kept out in any case"
+        [], "files of prompts that self:N must not come near; prompts/benchmark.jsonl of the project and what the "
+        "configuration measures on (benchmark.prompts, benchmark.prompt_sets) are kept out in any case"
     )
     prompt_split: str = option("train", "split of a dataset that has several", results=False)
     turns: str = option(

@@ -9,8 +9,9 @@ Which prompts come out depends on the engine's answers alone, not on their order
 and k, attempts are judged in the order of k, and the first N usable ones are taken.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -92,11 +93,12 @@ class Plan:
         return {"id": f"self-{self.section.self_seed}-{attempt.number}", "source": kind.source, "messages": messages}
 
 
-def plan(section: GenerateSection, held_out_files: list[str], limit: int | None = None) -> Plan | None:
+def plan(section: GenerateSection, held_out_files: list[str], limit: int | None = None,
+         held_out: Iterable[str] = ()) -> Plan | None:
     """Return what `self:N` asks for, None for another source of prompts.
 
     Args:
-        held_out_files: prompts that must not be come near, besides --self-held-out.
+        held_out_files: prompts that must not be come near, besides --self-held-out. held_out: texts likewise.
     Raises:
         UsageError, PreconditionError: options contradict each other, or a held-out file cannot be read.
     """
@@ -111,7 +113,7 @@ def plan(section: GenerateSection, held_out_files: list[str], limit: int | None 
     if missing := [path for path in paths if not path.exists()]:
         raise PreconditionError("a file of held-out prompts is missing", where=missing[0],
                                 fix="correct --self-held-out, or benchmark.prompts in the configuration")
-    texts = list(dict.fromkeys(text for path in paths for text in _texts(path)))
+    texts = list(dict.fromkeys(chain(held_out, *map(_texts, paths))))
     settings = {name: value for name, value in asdict(section).items()
                 if name.startswith("self_") and name != "self_held_out"}
     settings |= {"chat_template_kwargs": section.chat_template_kwargs,

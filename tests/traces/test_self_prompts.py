@@ -288,3 +288,19 @@ def test_the_projects_own_measure_is_held_out(own, chat, tmp_path):
         assert own(stub, 10) == 0
     assert "near a held-out prompt" in manifest(tmp_path)["invented"]["left_out"]
     assert first not in (tmp_path / "run/01_traces/self_prompts.jsonl").read_text()
+
+
+def test_a_prompt_set_of_the_configuration_is_held_out(own, chat, tmp_path):
+    """In the form in which it is published, which no other source of prompts has."""
+    question = "Janet has 16 eggs, eats three of them and sells the rest at two dollars each. What does she earn?"
+    questions, configuration = tmp_path / "gsm8k.jsonl", tmp_path / "own.yaml"
+    questions.write_text(json.dumps({"question": question, "answer": "26"}) + "\n")
+    configuration.write_text(f"benchmark: {{prompt_sets: [gsm8k={questions}]}}")
+
+    def answer(body):
+        said = says(chat, ids=False)(body)
+        return said | ({"text": question, "finish_reason": "stop"} if body["seed"] % 3 == 0 else {})
+    with Stub({"chat": chat, "says": answer}) as stub:
+        assert own(stub, 10, "--config", configuration) == 0
+    assert "near a held-out prompt" in manifest(tmp_path)["invented"]["left_out"]
+    assert "Janet" not in (tmp_path / "run/01_traces/self_prompts.jsonl").read_text()
