@@ -23,12 +23,13 @@ OPTIONS = {
     "06_benchmark.py": options.BenchmarkOptions,
 }
 DOCUMENTS = [ROOT / "README.md", ROOT / "AGENTS.md", *sorted(ROOT.glob("docs/*.md")), ROOT / "benchmarks/README.md",
-             ROOT / "patches/README.md"]
-PLACES = [*DOCUMENTS, *sorted(ROOT.glob("configs/*.yaml")), *sorted(ROOT.glob("0*.py")),
-          *sorted((ROOT / "eagle3").rglob("*.py")), *sorted(ROOT.glob("benchmarks/*.py"))]
+             ROOT / "patches/README.md", ROOT / "recipes/README.md"]
+PLACES = [*DOCUMENTS, *sorted(ROOT.glob("configs/*.yaml")), *sorted(ROOT.glob("recipes/*.yaml")),
+          *sorted(ROOT.glob("0*.py")), *sorted((ROOT / "eagle3").rglob("*.py")),
+          *sorted(ROOT.glob("benchmarks/*.py"))]
 STARTS = (r"(?:python (?:0\d_\w+\.py|-m (?:eagle3|tiny_kimi)\.|benchmarks/|tests/manual/)"
           r"|\./(?:run|test|setup)\.sh)")
-FOLDERS = "eagle3|tests|benchmarks|docs|patches|tiny_kimi"
+FOLDERS = "eagle3|tests|benchmarks|docs|patches|recipes|tiny_kimi"
 PLACEHOLDERS = {"eagle3/X.py"}
 
 
@@ -91,7 +92,7 @@ def usage_of(module: str) -> str:
 def parse(options_class: type, arguments: list[str]) -> None:
     """Parse arguments as the script would; a configuration that a user is to write stands for any other."""
     given = ["configs/kimi-k2.5.yaml" if word.startswith("configs/mine") else word for word in arguments]
-    given = [str(ROOT / word) if word.startswith("configs/") else word for word in given]
+    given = [str(ROOT / word) if word.startswith(("configs/", "recipes/")) else word for word in given]
     given = ["4" if word == "N" else word for word in given]
     config.parse(options_class, given, "")
 

@@ -1,5 +1,6 @@
 """Every shipped configuration is valid for every stage."""
 
+import shlex
 
 import pytest
 import yaml
@@ -7,7 +8,8 @@ from support.project import ROOT
 
 from eagle3.common import config, options
 
-CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+SCREENING = ROOT / "recipes" / "screening.yaml"
+CONFIGS = sorted({*(ROOT / "configs").glob("*.yaml"), *(ROOT / "recipes").glob("*.yaml")} - {SCREENING})
 STAGE_OPTIONS = [
     options.GenerateOptions,
     options.ExtractOptions,
@@ -24,7 +26,7 @@ def test_the_configurations_that_entry_points_name_exist():
     assert default["model"]["path"] == "models/smollm2-135m"  # the folder that run.sh makes
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_a_configuration_is_valid_for_every_stage(path):
     written = yaml.safe_load(path.read_text())
     for stage_options in STAGE_OPTIONS:
@@ -37,7 +39,13 @@ def test_a_configuration_is_valid_for_every_stage(path):
                 assert found == value, f"{section}.{name}"
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+@pytest.mark.parametrize("flags", yaml.safe_load(SCREENING.read_text()).values())
+def test_the_flags_of_a_recipe_are_those_of_stage_04(flags):
+    given = config.to_dict(config.parse(options.TrainOptions, shlex.split(flags), ""))
+    assert (given == config.to_dict(options.TrainOptions())) == (not flags), "a recipe that changes nothing"
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_prompt_files_that_the_project_ships_exist(path):
     for section in config.read_yaml(path).values():
         prompts = section.get("prompts", "")
