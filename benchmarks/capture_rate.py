@@ -5,15 +5,19 @@ prefill), one as stage 02 starts it. Both get the same batches of random tokens,
 states are written, hashed and synced; what lies in --dir afterwards is removed. Prints the median of the pairs' ratios.
 
   python benchmarks/capture_rate.py --build llama-7b --dir /dev/shm                       # a GPU of 80 GB
+  python benchmarks/capture_rate.py --build moe-mla --dir /dev/shm                        # Kimi-K2.5's kind of layers
   python benchmarks/capture_rate.py --build smollm2 --samples 4000 --length 176 --dir /dev/shm
   python benchmarks/capture_rate.py --model models/smollm2-135m --samples 24 --length 256 --batch-tokens 1024   # CPUs
 
---build makes a model of random weights, Llama's architecture, in --dir first. Prints a JSON line at its end and exits
+--build makes a model of random weights in --dir first. Several of these can load side by side: with --turn each waits
+for its turn before it times. Prints a JSON line at its end and exits
 with 1 when the ratio is below --target.
 """
 
 import argparse
+import contextlib
 import dataclasses
+import fcntl
 import json
 import os
 import random
@@ -28,6 +32,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+from random_models import SIZES, build  # noqa: E402
 from support.captures import stage_at  # noqa: E402
 
 from eagle3.common.options import EngineOptions, ModelOptions  # noqa: E402
@@ -36,10 +41,6 @@ from eagle3.drafter import verifier  # noqa: E402
 from eagle3.states.extraction import Capture, batches, engine_environment, settings_for  # noqa: E402
 from eagle3.states.settings import CaptureSettings  # noqa: E402
 from eagle3.states.store import Sample, StateStore  # noqa: E402
-
-# hidden, layers, heads, key-value heads, intermediate size, vocabulary
-SIZES = {"llama-7b": (4096, 32, 32, 8, 14336, 128256), "llama-3b": (4096, 12, 32, 8, 14336, 128256),
-         "smollm2": (576, 30, 9, 3, 1536, 49152)}
 
 
 def main() -> int:
@@ -57,6 +58,8 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--target", type=float, default=0.95)
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="for states and built models")
+    parser.add_argument("--turn", type=Path, help="a file: time only while holding a lock on it")
+    parser.add_argument("--engine-args", nargs=argparse.REMAINDER, default=[], help="more for both engines; last")
     parser.add_argument("--plain", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.plain:
@@ -72,7 +75,8 @@ def measure(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Return rates of both and the median ratio of the pairs."""
     model = build(folder / "model", given.build) if given.build else given.model
     facts, store = verifier.read(model), StateStore(folder / "states")
-    engine = EngineOptions(args=["--skip-tokenizer-init", "--gpu-memory-utilization", str(given.share)])
+    engine = EngineOptions(args=["--skip-tokenizer-init", "--gpu-memory-utilization", str(given.share),
+                                 *given.engine_args])
     longest = max(int(given.length * 1.2) + 1, 2)
     settings = settings_for(facts, facts.layers([]), ModelOptions(path=str(model)), engine, backend="vllm",
                             dtype="bfloat16", max_length=longest, batch_tokens=given.batch_tokens,
@@ -84,7 +88,7 @@ def measure(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     tokens = sum(len(sample.input_ids) for sample in samples)
     # One after the other: an engine that loads measures how much memory is left beside it.
     plain = Plain(settings, engine, folder / "plain.log", eager=given.eager)
-    with Capture(stage_at(folder, store), engine, store, settings) as child:
+    with Capture(stage_at(folder, store), engine, store, settings) as child, turn(given.turn):
         sides: dict[str, Callable[[], object]] = {
             "plain": lambda: plain.run(work),
             "capture": lambda: [None for _ in child.run_all((batch, None) for batch in work)]}
@@ -109,6 +113,18 @@ def measure(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
             "samples_s": round(len(samples) / statistics.median(times["capture"])),
             "gb_s": round(written / 1e9 / statistics.median(times["capture"]), 3),
             "cores_of_the_stage": round(cores["capture"], 2), "bytes": written, "tokens": tokens}
+
+
+@contextlib.contextmanager
+def turn(path: Path | None) -> Iterator[None]:
+    """Hold the lock on a file, waiting for it; no file: nothing to wait for."""
+    print("loaded", flush=True)
+    if not path:
+        yield
+        return
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 class Plain:
@@ -153,42 +169,6 @@ def serve_plain(settings: CaptureSettings, *, eager: bool) -> None:
         for batch in json.loads(line):
             llm.generate([{"prompt_token_ids": ids} for ids in batch], sampling, use_tqdm=False)
         print("done", file=replies, flush=True)
-
-
-def build(folder: Path, size: str) -> Path:
-    """Write a Llama of random weights (standard deviation 0.02), on a GPU where there is one; return its folder."""
-    import torch
-    from safetensors.torch import save_file
-
-    hidden, layers, heads, kv_heads, inner, vocabulary = SIZES[size]
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden,
-        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
-        "intermediate_size": inner,
-        "vocab_size": vocabulary, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
-        "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": 1,
-        "eos_token_id": 2}))
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-
-    def tensors() -> Iterator[tuple[str, tuple[int, ...]]]:
-        head = hidden // heads
-        yield "model.embed_tokens.weight", (vocabulary, hidden)
-        yield "lm_head.weight", (vocabulary, hidden)
-        yield "model.norm.weight", (hidden,)
-        for k in range(layers):
-            own = f"model.layers.{k}."
-            yield from ((own + f"{norm}_layernorm.weight", (hidden,)) for norm in ("input", "post_attention"))
-            yield own + "self_attn.q_proj.weight", (hidden, hidden)
-            yield from ((own + f"self_attn.{n}_proj.weight", (kv_heads * head, hidden)) for n in ("k", "v"))
-            yield own + "self_attn.o_proj.weight", (hidden, hidden)
-            yield from ((own + f"mlp.{n}_proj.weight", (inner, hidden)) for n in ("gate", "up"))
-            yield own + "mlp.down_proj.weight", (hidden, inner)
-
-    torch.manual_seed(0)
-    save_file({name: (torch.ones(shape) if len(shape) == 1 else torch.randn(shape, device=device) * 0.02
-                      ).to(torch.bfloat16).cpu() for name, shape in tensors()}, folder / "model.safetensors")
-    return folder
 
 
 if __name__ == "__main__":
