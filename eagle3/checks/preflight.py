@@ -28,8 +28,8 @@ TRAINING: tuple[Check, ...] = (check_teacher, check_gpus, check_shared_memory)
 
 
 def before_engine(
-    options: Any, stage: Stage, *, speculates: bool = False, drafter: Path | None = None, serve_args: Sequence[str] = (),
-    captures: bool = False,
+    options: Any, stage: Stage, *, speculates: bool = False, drafter: Path | None = None,
+    serve_args: Sequence[str] = (), captures: bool = False,
 ) -> dict[str, Any]:
     """Look at what an engine needs here, and return what the manifest says of it: `engine` and `patches`.
 

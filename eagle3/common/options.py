@@ -215,8 +215,9 @@ class ExtractSection:
         "auto", "how states are stored; auto: in the verifier's precision; fp8: one byte a value and a scale for each "
         "token and layer, about half the disk of bfloat16", choices=("auto", "fp8"))
     capture: str = option(
-        "auto", "how states are taken; outputs: those vLLM's model gives EAGLE-3, in compiled graphs; hooks: on layers, "
-        "in eager mode, for models without, and on SGLang; auto: outputs where there are such", choices=("auto", "outputs", "hooks"))
+        "auto", "how states are taken; outputs: those vLLM's model gives EAGLE-3, in compiled graphs; hooks: on "
+        "layers, in eager mode, for models without, and on SGLang; auto: outputs where there are such",
+        choices=("auto", "outputs", "hooks"))
     max_length: int = option(8192, "longest sequence; longer ones are skipped and counted", unit="tokens", minimum=2)
     batch_tokens: int = option(
         8192, "tokens in one prefill pass; at least max_length", unit="tokens", minimum=2, results=False

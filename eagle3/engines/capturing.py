@@ -21,7 +21,8 @@ def refusal(engine: EngineOptions) -> str:
     if version is None:
         return f"there is no SGLang in {installed.interpreter(engine)}"
     if numbers(version) < SGLANG_SINCE:
-        return f"SGLang {version} has no --forward-hooks: states are captured from {'.'.join(map(str, SGLANG_SINCE))} on"
+        since = ".".join(map(str, SGLANG_SINCE))
+        return f"SGLang {version} has no --forward-hooks: states are captured from {since} on"
     for name in _FLAGS:
         if arguments.given(engine.args, name):
             return f"hooks do not see every layer's whole output with {name}"

@@ -1,4 +1,4 @@
-"""Hidden states out of a running verifier, in vLLM, SGLang (`eagle3.states.sglang_side`) or transformers, the reference.
+"""Hidden states out of a running verifier: vLLM, SGLang (`eagle3.states.sglang_side`), or transformers, the reference.
 
 Runs as a child process in the engine's interpreter (`python -m eagle3.states.engine_side`), so it needs nothing that
 the engine does not bring: torch and safetensors. The stage sends one JSON line a batch and gets one line a batch back,

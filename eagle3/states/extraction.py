@@ -212,10 +212,11 @@ class Capture:
 
     def _died(self) -> PreconditionError:
         time.sleep(0.5)
+        lines = 70 if self._settings.backend == "sglang" else 25  # behind its scheduler's traceback stand others
         return PreconditionError(
             "the capture process ended",
             where=self._child.log_path,
-            found=f"exit code {self._child.poll()}; its last lines:\n{self._child.tail(25)}",
+            found=f"exit code {self._child.poll()}; its last lines:\n{self._child.tail(lines)}",
             fix="mend the cause named there and run the same command again; finished samples are kept",
         )
 

@@ -1,4 +1,4 @@
-"""SGLang's forward hooks that read the residual stream: imported by SGLang (`forward_hooks`), in each of its schedulers.
+"""SGLang's forward hooks that read the residual stream: imported by SGLang (`forward_hooks`), in each scheduler.
 
 SGLang's decoder layers return the stream in two parts, (hidden, residual), with more behind them in some families; the
 next layer's fused norm writes into them, so they are added at once. The pass ends at the logits processor, which is
