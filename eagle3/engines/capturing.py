@@ -4,8 +4,9 @@ from eagle3.common.options import EngineOptions
 from eagle3.common.versions import numbers
 from eagle3.engines import arguments, installed
 
-# SGLang's --forward-hooks; read in its wheels 0.5.8 to 0.5.23 (sglang/srt/model_executor/hook_manager.py).
-SGLANG_SINCE = (0, 5, 8)
+# SGLang's --forward-hooks (sglang/srt/model_executor/hook_manager.py). From 0.5.21 on layers give their output without
+# the residual, which is kept in the batch in more than one form (sglang/srt/layers/layer_boundary). Read in its wheels.
+SGLANG_SINCE, SGLANG_BELOW = (0, 5, 8), (0, 5, 21)
 _FLAGS = ("--enable-dp-attention", "--enable-two-batch-overlap", "--speculative-algorithm", "--enable-pdmux")
 _AT_MOST_ONE = ("--pipeline-parallel-size", "--data-parallel-size", "--dp-size", "--dp", "--nnodes")
 
@@ -23,6 +24,10 @@ def refusal(engine: EngineOptions) -> str:
     if numbers(version) < SGLANG_SINCE:
         since = ".".join(map(str, SGLANG_SINCE))
         return f"SGLang {version} has no --forward-hooks: states are captured from {since} on"
+    if numbers(version) >= SGLANG_BELOW:
+        last = ".".join(map(str, (*SGLANG_BELOW[:2], SGLANG_BELOW[2] - 1)))
+        return (f"SGLang {version} keeps the residual stream out of its layers' outputs: the last to capture from is "
+                f"{last}")
     for name in _FLAGS:
         if arguments.given(engine.args, name):
             return f"hooks do not see every layer's whole output with {name}"

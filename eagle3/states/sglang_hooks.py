@@ -74,21 +74,26 @@ class Tap:
     def note(self, slots: Sequence[int], output: Any) -> None:
         """Keep the stream [tokens, H] that a layer's output stands for.
 
-        Raises ValueError for an output that is not summed over the ranks of tensor parallelism yet.
+        Raises ValueError for an output that is not summed over the ranks of tensor parallelism yet, or has no residual
+        where one is known to be.
         """
-        hidden = output[0] if isinstance(output, tuple) else output
+        hidden, residual = output[:2] if isinstance(output, tuple) and len(output) > 1 else (output, None)
         if getattr(hidden, _UNREDUCED, False):
             raise ValueError("SGLang delays the all-reduce behind a layer: its all-reduce fusion has to be off")
+        if residual is not None and residual.shape != hidden.shape:
+            raise ValueError(f"a layer gives {tuple(hidden.shape)} and {tuple(residual.shape)}: no residual stream")
         value = stream(output)
         self._streams |= dict.fromkeys(slots, value)
 
     def end(self, module: Any, inputs: Sequence[Any]) -> None:
         """Take a prefill pass at the logits processor, whose inputs are (ids, normed output, head, batch, …).
 
-        Raises LookupError when a stream is missing or has not one row a token.
+        Raises LookupError when a stream is missing or has not one row a token, or its residual is elsewhere.
         """
         taken, self._streams = self._streams, {}
         hidden, head, batch = inputs[1:4]
+        if hasattr(batch, "residual_stream"):
+            raise LookupError("this SGLang keeps the residual stream out of its layers' outputs")
         mode = batch.forward_mode
         if mode.is_idle() or mode.is_decode():
             return

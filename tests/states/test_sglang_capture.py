@@ -120,9 +120,10 @@ def test_preflight_and_dry_run(traced, tiny_model, package, tmp_path):
     said = extract(traced, tiny_model, package, "--engine", "sglang", "--engine-args", "--enable-dp-attention", "--out",
                    tmp_path / "02", check=3).stderr
     assert "with --enable-dp-attention" in said
-    old = {"PYTHONPATH": str(sglang_package.write(tmp_path / "old", "0.5.7"))}
-    said = extract(traced, tiny_model, old, "--engine", "sglang", "--out", tmp_path / "02", check=3).stderr
-    assert "SGLang 0.5.7 has no --forward-hooks" in said
+    for version, reason in (("0.5.7", "has no --forward-hooks"), ("0.5.21", "the last to capture from is 0.5.20")):
+        other = {"PYTHONPATH": str(sglang_package.write(tmp_path / version, version))}
+        said = extract(traced, tiny_model, other, "--engine", "sglang", "--out", tmp_path / "02", check=3).stderr
+        assert f"SGLang {version} " in said and reason in said
 
 
 @pytest.mark.parametrize(("words", "reason"), [
@@ -204,6 +205,12 @@ def test_decoding_is_left_out_and_streams_that_are_not_whole_are_refused(tap):
     waiting._sglang_needs_allreduce_fusion = True
     with pytest.raises(ValueError, match="all-reduce"):
         tap.note([0], (waiting, torch.ones(5, 4)))
+    with pytest.raises(ValueError, match="no residual"):
+        tap.note([0], (torch.ones(5, 4), torch.ones(5, 2, dtype=torch.int32)))  # DeepSeek's from 0.5.21 on
+    newer = batch_of(5)
+    newer.residual_stream = object()
+    with pytest.raises(LookupError, match="out of its layers"):
+        tap.end(None, (None, torch.ones(5, 4), None, newer))
 
 
 class Rank:
@@ -244,7 +251,8 @@ def test_ranks_that_do_not_come_are_told(monkeypatch):
 
 def released(version):
     """Return the folder of SGLang's files that a capture leans on, out of the wheel on the package index."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eagle3-tests" / f"sglang-cap-{version}"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eagle3-tests"
+    folder = cache / f"sglang-states-{version}"
     if not (folder / "done").exists():
         command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--python-version", "3.12",
                    "--only-binary=:all:", "-d", str(folder), f"sglang=={version}"]
@@ -254,14 +262,14 @@ def released(version):
         with zipfile.ZipFile(wheel) as files:
             wanted = [name for name in files.namelist() if re.search(
                 r"srt/(server_args|arg_groups/fields/\w+|layers/logits_processor|managers/tokenizer_manager"
-                r"|model_executor/hook_manager)\.py$", name)]
+                r"|models/(llama|qwen3|deepseek_v2)|model_executor/hook_manager)\.py$", name)]
             files.extractall(folder, wanted)
         wheel.unlink()
         (folder / "done").touch()
     return folder / "sglang" / "srt"
 
 
-VERSIONS = ("0.5.8", "0.5.17", "0.5.23")
+VERSIONS = ("0.5.8", "0.5.17", "0.5.20")
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -291,6 +299,15 @@ def test_released_hook_managers_take_our_hooks(version, tmp_path, monkeypatch):
     wrapped.language_model.logits_processor(hidden)
     # the stream entering layer 2 is what two layers have made of it; behind the last of 20 it is the teacher's
     assert noted == [([0], 2.0), ([1], 10.0), ([2], 17.0), ([3], 20.0), "end"]
+
+
+@pytest.mark.parametrize("version", [*VERSIONS, "0.5.21"])
+def test_layers_of_released_versions_give_both_parts_of_the_stream(version):
+    models = {name: (released(version) / f"models/{name}.py").read_text() for name in ("deepseek_v2", "qwen3", "llama")}
+    apart = {name: "residual_batch" in text for name, text in models.items()}
+    assert any(apart.values()) == (version == "0.5.21")
+    if version != "0.5.21":
+        assert "return hidden_states, residual" in models["llama"] and "self.logits_processor(" in models["llama"]
 
 
 @pytest.mark.parametrize("version", VERSIONS)
