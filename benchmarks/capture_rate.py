@@ -7,7 +7,7 @@ states are written, hashed and synced; what lies in --dir afterwards is removed.
   python benchmarks/capture_rate.py --build llama-7b --dir /dev/shm                       # a GPU of 80 GB
   python benchmarks/capture_rate.py --build smollm2 --samples 4000 --length 176 --dir /dev/shm
   python benchmarks/capture_rate.py --model models/smollm2-135m --samples 24 --length 256 --batch-tokens 1024   # CPUs
-  python benchmarks/capture_rate.py --engine sglang --engine-python /opt/sglang/bin/python --build llama-7b --dir /dev/shm
+  python benchmarks/capture_rate.py --engine sglang --engine-python /opt/sglang/bin/python --build llama-7b
 
 With SGLang the plain engine has its graphs and overlapped scheduling, but as the capture no radix cache and no chunks.
 

@@ -134,8 +134,12 @@ class Tap:
         if self._sums is None:
             self._sums = self_check.checksums([each[:count] for each in passed.streams])
         metadata = _metadata(batch)
-        self._sender.send(passed, count, sequences,
-                          lambda rows: module._get_logits(passed.hidden[rows], head, metadata))
+
+        def engine_logits(rows: Any) -> Any:
+            _meet(rows.device)
+            return module._get_logits(passed.hidden[rows], head, metadata)
+
+        self._sender.send(passed, count, sequences, engine_logits)
 
 
 def _metadata(batch: Any) -> Any:
@@ -145,6 +149,18 @@ def _metadata(batch: Any) -> Any:
     metadata = LogitsMetadata.from_forward_batch(batch)
     metadata.next_token_logits_buffer = None
     return metadata
+
+
+def _meet(device: Any) -> None:
+    """Let the ranks of tensor parallelism meet on their devices before they gather logits once more.
+
+    SGLang's own gathering over symmetric memory leaves that out (`skip_entry_sync` in layers/logits_processor.py),
+    since a pass gathers once and its layers' all-reduces stand between two passes.
+    """
+    import torch
+
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        torch.distributed.all_reduce(torch.zeros(1, device=device))
 
 
 def serve(tap: Tap, connection: socket.socket, rank: int) -> None:

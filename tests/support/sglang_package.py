@@ -34,6 +34,8 @@ class ServerArgs:
     enforce_disable_flashinfer_allreduce_fusion: bool = False
     enable_dp_attention: bool = False
     attention_backend: str = ""
+    sampling_backend: str = ""
+    mem_fraction_static: float = 0.9
     broken: str = ""
     forward_hooks: list = None
 
