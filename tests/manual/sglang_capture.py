@@ -14,7 +14,8 @@ table in --work/results.json. What fails is printed with its whole traceback and
 
 Compared is |a - b| / |a| of each token's state but the first one's (its states are huge, and hang on rounding), a from
 vLLM. Exit code 0: every engine proves itself, and no layer differs beyond the noise of bf16: the median token by
-at most --median, 99 in a hundred by at most --worst.
+at most --median, 99 in a hundred by at most --worst. (Of SmolLM2, the streams entering two neighbouring layers differ
+by 0.21 to 0.59 in the median; two implementations in bf16 on a CPU by 0.005 to 0.017.)
 """
 
 import argparse
