@@ -6,7 +6,7 @@ Writes  02_states: an Arrow dataset (input_ids, loss_mask, seq_len, id), hidden_
         `speculators train --data-path` reads the same folder (fp8: with --hidden-states-backend fp8).
 Needs   the engine (GPUs for a large verifier); about 4 x H x 2 bytes of disk per token, with --states-dtype fp8 half.
 
-Prefill only, inside vLLM, at any tensor-parallel size; --backend hf is the transformers reference.
+Prefill only, inside vLLM or SGLang (--engine sglang), at any tensor-parallel size; --backend hf is transformers.
 Every sample proves itself: the stored teacher state must give the engine's own next token, with its log-probability.
 
   python 02_extract_hidden_states.py --config configs/kimi-k2.5.yaml --run-dir runs/kimi
@@ -49,7 +49,7 @@ def run(options: ExtractOptions, stage: Stage) -> None:
     from eagle3.states import shards
     from eagle3.states.extraction import batches, resolve_dtype
     from eagle3.states.numbering import number_traces
-    from eagle3.states.sizes import bytes_needed, stored_as
+    from eagle3.states.sizes import backend_of, bytes_needed, stored_as
     from eagle3.states.store import StateStore
 
     shard = shards.parse(extract.shard)
@@ -59,7 +59,8 @@ def run(options: ExtractOptions, stage: Stage) -> None:
     upstream = stage.upstream(traces, "--traces")
     identity = {"traces": upstream["fingerprint"], "model": files.model_identity(model)}
     extract.dtype = resolve_dtype(extract.dtype, options.engine)
-    results = config.result_options(options) | {"model.layers": layers}
+    extract.backend = backend_of(extract, options.engine)
+    results = config.result_options(options) | {"model.layers": layers, "extract.backend": extract.backend}
     for name in ("states_dtype", "capture"):
         if getattr(extract, name) == "auto":
             del results[f"extract.{name}"]  # results older than this option stay what they are
@@ -128,11 +129,11 @@ def read_rows(traces: Path) -> list[tuple[str, str, list[int], list[int], str]]:
 
 def look_ahead(options: ExtractOptions, stage: Stage) -> dict[str, Any]:
     """Look at what the engine needs, before it is started; return what the manifest says of it."""
-    if options.extract.backend != "vllm":
+    if options.extract.backend == "hf":
         return {}
     from eagle3.checks import preflight
 
-    return preflight.before_engine(options, stage)
+    return preflight.before_engine(options, stage, captures=True)
 
 
 def capture(

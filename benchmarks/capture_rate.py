@@ -8,6 +8,9 @@ states are written, hashed and synced; what lies in --dir afterwards is removed.
   python benchmarks/capture_rate.py --build moe-mla --dir /dev/shm                        # Kimi-K2.5's kind of layers
   python benchmarks/capture_rate.py --build smollm2 --samples 4000 --length 176 --dir /dev/shm
   python benchmarks/capture_rate.py --model models/smollm2-135m --samples 24 --length 256 --batch-tokens 1024   # CPUs
+  python benchmarks/capture_rate.py --engine sglang --engine-python /opt/sglang/bin/python --build llama-7b
+
+With SGLang the plain engine has its graphs and overlapped scheduling, but as the capture no radix cache and no chunks.
 
 --build makes a model of random weights in --dir first. Several of these can load side by side: with --turn each waits
 for its turn before it times. Prints a JSON line at its end and exits
@@ -21,6 +24,7 @@ import fcntl
 import json
 import os
 import random
+import shlex
 import statistics
 import sys
 import tempfile
@@ -48,6 +52,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="folder of a verifier")
     parser.add_argument("--build", choices=SIZES, help="make one of random weights instead")
+    parser.add_argument("--engine", default="vllm", choices=("vllm", "sglang"))
+    parser.add_argument("--engine-python", help="interpreter that holds it; default: this one")
+    parser.add_argument("--engine-args", default="", help="more arguments, for both")
     parser.add_argument("--samples", type=int, default=600)
     parser.add_argument("--length", type=int, default=1000, help="mean tokens of a sample; 80%% to 120%% of it")
     parser.add_argument("--batch-tokens", type=int, default=16384)
@@ -59,7 +66,6 @@ def main() -> int:
     parser.add_argument("--target", type=float, default=0.95)
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="for states and built models")
     parser.add_argument("--turn", type=Path, help="a file: time only while holding a lock on it")
-    parser.add_argument("--engine-args", nargs=argparse.REMAINDER, default=[], help="more for both engines; last")
     parser.add_argument("--plain", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.plain:
@@ -75,10 +81,11 @@ def measure(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Return rates of both and the median ratio of the pairs."""
     model = build(folder / "model", given.build) if given.build else given.model
     facts, store = verifier.read(model), StateStore(folder / "states")
-    engine = EngineOptions(args=["--skip-tokenizer-init", "--gpu-memory-utilization", str(given.share),
-                                 *given.engine_args])
+    share = {"vllm": "--gpu-memory-utilization", "sglang": "--mem-fraction-static"}[given.engine]
+    engine = EngineOptions(kind=given.engine, python=given.engine_python, args=[
+        "--skip-tokenizer-init", share, str(given.share), *shlex.split(given.engine_args)])
     longest = max(int(given.length * 1.2) + 1, 2)
-    settings = settings_for(facts, facts.layers([]), ModelOptions(path=str(model)), engine, backend="vllm",
+    settings = settings_for(facts, facts.layers([]), ModelOptions(path=str(model)), engine, backend=given.engine,
                             dtype="bfloat16", max_length=longest, batch_tokens=given.batch_tokens,
                             states_dtype=given.states_dtype, capture=given.capture, compiled=not given.eager)
     rng = random.Random(0)
@@ -153,22 +160,39 @@ class Plain:
 
 def serve_plain(settings: CaptureSettings, *, eager: bool) -> None:
     """Load the engine without anything of ours in it; run the batches of each line of stdin and answer with a line."""
-    from eagle3.states import engine_side
-
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    prefill = plain_sglang(settings) if settings.backend == "sglang" else plain_vllm(settings, eager=eager)
+    print("ready", file=replies, flush=True)
+    for line in sys.stdin:
+        for batch in json.loads(line):
+            prefill(batch)
+        print("done", file=replies, flush=True)
+
+
+def plain_sglang(settings: CaptureSettings) -> Callable[[list[list[int]]], object]:
+    """Load SGLang; return what prefills a batch."""
+    os.environ.setdefault("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")
+    from sglang.srt.entrypoints.engine import Engine
+
+    from eagle3.states import sglang_side
+
+    engine = Engine(server_args=sglang_side.server_arguments(settings, ()))
+    return lambda batch: engine.generate(input_ids=batch, sampling_params={"max_new_tokens": 1, "temperature": 0.0})
+
+
+def plain_vllm(settings: CaptureSettings, *, eager: bool) -> Callable[[list[list[int]]], object]:
+    """Load vLLM; return what prefills a batch."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # batches as the capture has them
     from vllm import LLM, SamplingParams
+
+    from eagle3.states import engine_side
 
     arguments = engine_side.engine_arguments(dataclasses.replace(settings, capture="outputs"))
     arguments = {name: value for name, value in arguments.items() if name not in ("worker_cls", "additional_config")}
     llm = LLM(**arguments | ({"enforce_eager": True} if eager else {}))
     sampling = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
-    print("ready", file=replies, flush=True)
-    for line in sys.stdin:
-        for batch in json.loads(line):
-            llm.generate([{"prompt_token_ids": ids} for ids in batch], sampling, use_tqdm=False)
-        print("done", file=replies, flush=True)
+    return lambda batch: llm.generate([{"prompt_token_ids": ids} for ids in batch], sampling, use_tqdm=False)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,8 @@ CHECKS: tuple[Check, ...] = (check_gpus, check_architecture, check_shared_memory
 def examine(options: DoctorOptions) -> list[Finding]:
     """Return the findings of all checks on what the options name."""
     drafter = Path(options.doctor.drafter) if options.doctor.drafter else None
-    subject = Subject(options.engine, options.model, Path(options.common.run_dir or "."), drafter=drafter)
+    subject = Subject(options.engine, options.model, Path(options.common.run_dir or "."), drafter=drafter,
+                      captures=True)
     return look(subject, CHECKS)
 
 

@@ -14,7 +14,7 @@ from eagle3.common.errors import PreconditionError, UsageError
 from eagle3.common.log import logger
 from eagle3.common.options import BenchmarkOptions, EngineOptions
 from eagle3.common.stage import Stage
-from eagle3.engines import defaults, installed
+from eagle3.engines import capturing, defaults, installed
 
 STALE_ON = ("model", "drafter", "engine")  # inputs that concern every measurement
 
@@ -134,16 +134,21 @@ def _require_drafter(folder: Path, option: str) -> None:
 
 
 def capture_engine(options: BenchmarkOptions) -> EngineOptions | None:
-    """Return the vLLM with which acceptance is predicted, None when it is not to be or cannot be."""
+    """Return the engine with which acceptance is predicted, None when it is not to be or cannot be.
+
+    It is the one that serves; a vLLM where SGLang cannot, or where --capture-python names one.
+    """
     section = options.benchmark
     if not section.predict:
         return None
-    if options.engine.kind == "vllm":
+    reason = "" if section.capture_python and options.engine.kind == "sglang" else capturing.refusal(options.engine)
+    if options.engine.kind == "vllm" or not (section.capture_python or reason):
         return options.engine
     engine = dataclasses.replace(options.engine, kind="vllm", python=section.capture_python, args=[], env={})
     if installed.engine_version(engine) is None:
-        logger.warning("the acceptance will not be predicted: there is no vLLM to capture states with in %s; name an "
-                       "interpreter that has it with --capture-python", installed.interpreter(engine))
+        logger.warning("the acceptance will not be predicted: %sthere is no vLLM to capture states with in %s; name an "
+                       "interpreter that has it with --capture-python", f"{reason}, and " * bool(reason),
+                       installed.interpreter(engine))
         return None
     return engine
 

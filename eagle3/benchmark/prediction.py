@@ -242,7 +242,7 @@ def capture_replies(
     from eagle3.states.extraction import Capture, batches, resolve_dtype, settings_for
 
     longest = max(len(sample.input_ids) for sample in samples.values())
-    settings = settings_for(facts, facts.layers(model.layers), model, engine, backend="vllm",
+    settings = settings_for(facts, facts.layers(model.layers), model, engine, backend=engine.kind,
                             dtype=resolve_dtype("auto", engine), max_length=longest, batch_tokens=2048)
     entries: list[dict[str, Any]] = []
     with Capture(stage, engine, store, settings) as child:

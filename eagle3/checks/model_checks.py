@@ -13,7 +13,7 @@ from eagle3.common.errors import PreconditionError, StageError
 from eagle3.common.findings import FAIL, OK, WARN, Finding, said
 from eagle3.common.log import size
 from eagle3.drafter import verifier
-from eagle3.engines import installed, patch_files, patching
+from eagle3.engines import capturing, installed, patch_files, patching
 
 _WEIGHTS_SHARE = 0.92  # of the GPUs' memory; the rest is the KV cache's
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
@@ -39,6 +39,9 @@ def check_engine(subject: Subject) -> Iterator[Finding]:
     engine, family = subject.engine, subject.folder is not None and installed.is_deepseek_family(subject.folder)
     version = installed.check(engine, subject.folder if subject.speculates else None)
     yield said(OK, "", f"{engine.kind} {version} in {installed.interpreter(engine)}")
+    if subject.captures and (reason := capturing.refusal(engine)):  # the doctor's engine may be there to serve alone
+        yield said(WARN if subject.speculates else FAIL, "capture", reason,
+                   "stage 02 with another engine (--engine, --engine-python), or without that argument")
     if not subject.speculates:
         return
     for patch in installed.patch_states(engine):

@@ -28,17 +28,20 @@ TRAINING: tuple[Check, ...] = (check_teacher, check_gpus, check_shared_memory)
 
 
 def before_engine(
-    options: Any, stage: Stage, *, speculates: bool = False, drafter: Path | None = None, serve_args: Sequence[str] = ()
+    options: Any, stage: Stage, *, speculates: bool = False, drafter: Path | None = None,
+    serve_args: Sequence[str] = (), captures: bool = False,
 ) -> dict[str, Any]:
     """Look at what an engine needs here, and return what the manifest says of it: `engine` and `patches`.
 
     Args:
         options: of a stage with sections common, model and engine.
         speculates: the engine is to serve a drafter. drafter: the exported drafter, to be looked at as well.
+        captures: the engine is to give hidden states.
     Raises:
         PreconditionError: a check fails.
     """
-    subject = Subject(options.engine, options.model, stage.run_dir, serve_args, drafter, speculates)
+    subject = Subject(options.engine, options.model, stage.run_dir, serve_args, drafter, speculates,
+                      captures=captures)
     require(stage, subject, ENGINE)
     return {} if stage.common.dry_run else installed.facts(options.engine)
 

@@ -24,6 +24,7 @@ class Subject:
     Attributes:
         serve_args: more arguments of the server. drafter: the exported drafter, if it is to be looked at.
         speculates: whether an engine is to serve a drafter. trains: whether processes train, without an engine.
+        captures: whether the engine is to give hidden states.
         training: what is known of the drafter's training; None: what the manifests beside it say.
     """
 
@@ -34,6 +35,7 @@ class Subject:
     drafter: Path | None = None
     speculates: bool = True
     trains: bool = False
+    captures: bool = False
     training: dict[str, Any] | None = None
 
     @property

@@ -207,15 +207,17 @@ class ExtractSection:
     """Stage 02: traces → hidden states."""
 
     traces: str | None = option(None, "traces; default: the run's 01_traces", path=True, results=False)
-    backend: str = option("vllm", "vllm, or hf: the transformers reference", choices=("vllm", "hf"))
+    backend: str = option("auto", "auto: the engine (--engine: vllm or sglang); hf: the transformers reference",
+                          choices=("auto", "vllm", "sglang", "hf"))
     dtype: str = option("auto", "precision of the verifier; auto: as the engine serves it",
                         choices=("auto", "bfloat16", "float32"))
     states_dtype: str = option(
         "auto", "how states are stored; auto: in the verifier's precision; fp8: one byte a value and a scale for each "
         "token and layer, about half the disk of bfloat16", choices=("auto", "fp8"))
     capture: str = option(
-        "auto", "how states are taken; outputs: those the model gives EAGLE-3, in compiled graphs; hooks: on layers, "
-        "in eager mode, for models without; auto: outputs where there are such", choices=("auto", "outputs", "hooks"))
+        "auto", "how states are taken; outputs: those vLLM's model gives EAGLE-3, in compiled graphs; hooks: on "
+        "layers, in eager mode, for models without, and on SGLang; auto: outputs where there are such",
+        choices=("auto", "outputs", "hooks"))
     max_length: int = option(8192, "longest sequence; longer ones are skipped and counted", unit="tokens", minimum=2)
     batch_tokens: int = option(
         8192, "tokens in one prefill pass; at least max_length", unit="tokens", minimum=2, results=False
@@ -383,7 +385,7 @@ class BenchmarkSection:
     drafter_endpoint: str | None = option(None, "running server with drafter, instead of starting one")
     predict: bool = option(True, "predict the acceptance on these very replies (captures their hidden states)")
     capture_python: str | None = option(
-        None, "interpreter with vLLM that captures those states when the engine is SGLang; default: this one",
+        None, "interpreter with vLLM that captures those states instead of SGLang, when that is the engine",
         path=True, results=False,
     )
     load_processes: int | None = option(

@@ -11,7 +11,8 @@ from eagle3.drafter.verifier import Verifier
 from eagle3.dryrun import foreseen
 from eagle3.dryrun.dry_run import DryRun
 from eagle3.states import slabs
-from eagle3.states.sizes import stored_as
+from eagle3.states.sglang_side import SPARE_POSITIONS
+from eagle3.states.sizes import backend_of, stored_as
 from eagle3.states.store import bytes_per_token
 
 
@@ -20,11 +21,11 @@ def describe(options: ExtractOptions, stage: Stage, facts: Verifier, traces: Pat
     extract, engine, dry = options.extract, options.engine, DryRun(stage, facts.folder)
     planned = None if extract.traces else foreseen.traces(stage, facts)
     samples, tokens = foreseen.limited(stage.upstream(traces, "--traces", planned)["counts"], stage.common.limit)
-    layers = facts.layers(options.model.layers)
+    layers, extract.backend = facts.layers(options.model.layers), backend_of(extract, engine)
     dry.say("reads", f"{traces}: {samples:,} samples, {tokens:,} tokens")
     dry.say("model", f"{facts.folder}: {facts.architecture}, {facts.num_layers} layers, hidden {facts.hidden_size}; "
             f"captures {layers}")
-    if extract.backend == "vllm":
+    if extract.backend != "hf":
         dry.say("engine", dry.engine(engine))
     dtype = dry.dtype(extract.dtype, engine)
     captured, per_token = (bytes_per_token(facts.hidden_size, form, len(layers))
@@ -37,7 +38,7 @@ def describe(options: ExtractOptions, stage: Stage, facts: Verifier, traces: Pat
     if scales:
         dry.say("", f"fp8 instead of {log.size(tokens * captured)}; stage 04 decodes it, speculators train with "
                 "--hidden-states-backend fp8")
-    if extract.backend == "vllm":
+    if extract.backend != "hf":
         batch = max(extract.batch_tokens, extract.max_length)
         # On a GPU the streams, the same packed, and what the pass before is still copied from; on the first one norm
         # and head once more, for the self-check.
@@ -57,10 +58,18 @@ def describe(options: ExtractOptions, stage: Stage, facts: Verifier, traces: Pat
 
 def describe_engine(dry: DryRun, options: ExtractOptions, batch: int, more: int) -> None:
     """Print how the capturing engine is started, and its memory: `batch` tokens a pass, `more` bytes for states."""
-    engine = options.engine
-    dry.say("starts", f"{engine.python or sys.executable} -m eagle3.states.engine_side, which loads vLLM with "
-            + shlex.join([*engine.args, "--tensor-parallel-size", str(engine.tensor_parallel_size),
-                          "--max-model-len", str(options.extract.max_length + 1), "--max-num-batched-tokens",
-                          str(batch), "--no-enable-prefix-caching"])
-            + ("" if options.extract.capture == "outputs" else " (--enforce-eager, unless the model serves EAGLE-3)"))
+    engine, longest = options.engine, options.extract.max_length
+    if engine.kind == "sglang":
+        words = ["--tp-size", str(engine.tensor_parallel_size), "--context-length", str(longest + SPARE_POSITIONS),
+                 "--max-prefill-tokens", str(batch + 1), "--chunked-prefill-size", "-1", "--disable-radix-cache",
+                 "--disable-cuda-graph"]
+        more_words = " --forward-hooks of the decoder's layers"
+    else:
+        words = ["--tensor-parallel-size", str(engine.tensor_parallel_size), "--max-model-len", str(longest + 1),
+                 "--max-num-batched-tokens", str(batch), "--no-enable-prefix-caching"]
+        eager = options.extract.capture != "outputs"
+        more_words = " (--enforce-eager, unless the model serves EAGLE-3)" * eager
+    name = {"vllm": "vLLM", "sglang": "SGLang"}[engine.kind]
+    dry.say("starts", f"{engine.python or sys.executable} -m eagle3.states.engine_side, which loads {name} with "
+            + shlex.join([*engine.args, *words]) + more_words)
     dry.memory(engine, prefill=batch, cached=batch, why="one pass", more=more)

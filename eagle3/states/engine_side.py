@@ -1,4 +1,4 @@
-"""Hidden states out of a running verifier, in vLLM or in transformers, the reference.
+"""Hidden states out of a running verifier: vLLM, SGLang (`eagle3.states.sglang_side`), or transformers, the reference.
 
 Runs as a child process in the engine's interpreter (`python -m eagle3.states.engine_side`), so it needs nothing that
 the engine does not bring: torch and safetensors. The stage sends one JSON line a batch and gets one line a batch back,
@@ -212,6 +212,14 @@ def _lines() -> Iterator[dict[str, Any]]:
         yield json.loads(line)
 
 
+def _backend(settings: CaptureSettings) -> Any:
+    if settings.backend == "sglang":
+        from eagle3.states.sglang_side import SglangBackend
+
+        return SglangBackend(settings)
+    return (VllmBackend if settings.backend == "vllm" else TransformersBackend)(settings)
+
+
 def main() -> None:
     """Serve batches: settings on the first line of stdin, then lines {"batch": k, "jobs": [[i, ids], …]}.
 
@@ -221,7 +229,7 @@ def main() -> None:
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # the engine's own prints go to the log, not between the replies
     settings = CaptureSettings.from_json(sys.stdin.readline())
-    backend = (VllmBackend if settings.backend == "vllm" else TransformersBackend)(settings)
+    backend = _backend(settings)
     print(json.dumps({"ready": backend.path, "how": backend.how}), file=replies, flush=True)
     for message in _lines():
         batch = message["batch"]

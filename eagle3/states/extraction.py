@@ -59,7 +59,7 @@ def settings_for(
         layers: of `facts`, resolved. dtype: resolved as well. batch_tokens: raised to max_length if below.
         capture, compiled: as in CaptureSettings.
     """
-    own = [*defaults.mla_on_cpu_args(engine, facts.folder), *engine.args] if backend == "vllm" else []
+    own = [] if backend == "hf" else [*defaults.mla_on_cpu_args(engine, facts.folder), *engine.args]
     return CaptureSettings(
         backend=backend, model=str(model.path), trust_remote_code=model.trust_remote_code, layers=tuple(layers),
         num_layers=facts.num_layers, hidden_size=facts.hidden_size, dtype=dtype, states_dtype=states_dtype,
@@ -86,7 +86,7 @@ class Capture:
     def __init__(self, stage: Stage, engine: EngineOptions, store: StateStore, settings: CaptureSettings) -> None:
         self._stage, self._engine, self._store, self._settings = stage, engine, store, settings
         self._timeout_s = engine.startup_timeout_min * 60
-        inside = settings.backend == "vllm"
+        inside = settings.backend != "hf"
         python = engine.python if inside else None
         self._command = [python or sys.executable, "-m", "eagle3.states.engine_side"]
         self._env = engine_environment(engine) if inside else {}
@@ -212,10 +212,11 @@ class Capture:
 
     def _died(self) -> PreconditionError:
         time.sleep(0.5)
+        lines = 70 if self._settings.backend == "sglang" else 25  # behind its scheduler's traceback stand others
         return PreconditionError(
             "the capture process ended",
             where=self._child.log_path,
-            found=f"exit code {self._child.poll()}; its last lines:\n{self._child.tail(25)}",
+            found=f"exit code {self._child.poll()}; its last lines:\n{self._child.tail(lines)}",
             fix="mend the cause named there and run the same command again; finished samples are kept",
         )
 

@@ -60,7 +60,9 @@ def pass_tensors(tokens: "torch.Tensor", positions: "torch.Tensor", streams: "li
 
     states = torch.stack(streams, dim=1)
     finite = torch.stack([torch.isfinite(each).all(-1) for each in streams], dim=1)
-    result = {"tokens": tokens.long(), "positions": positions.long(), "finite": finite}
+    # Copies: engines keep ids and positions in buffers that the next pass overwrites.
+    result = {"tokens": tokens.to(torch.int64, copy=True), "positions": positions.to(torch.int64, copy=True),
+              "finite": finite}
     if fp8:
         result["states"], result["scales"] = encode_fp8(states)
         return result

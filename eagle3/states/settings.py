@@ -10,13 +10,13 @@ class CaptureSettings:
     """One capture of one verifier.
 
     Attributes:
-        backend: vllm, or hf for transformers. model: folder of the verifier.
+        backend: vllm, sglang, or hf for transformers. model: folder of the verifier.
         layers: three auxiliary ids and the last decoder layer's index, of num_layers. hidden_size: of a stream.
         dtype: precision of the verifier, by its name in torch. states_dtype: auto (the same) or fp8.
         capture: outputs, hooks, or auto: outputs where the model has them (`eagle3.states.recorder`).
         compiled: let vLLM compile the model, which takes it up to a minute and pays for many tokens only.
         max_length: longest sequence, batch_tokens: of one prefill pass, in tokens.
-        engine_args: words for vLLM's own parser. address: the socket at which the stage takes the states.
+        engine_args: words for the engine's own parser. address: the socket at which the stage takes the states.
     """
 
     backend: str

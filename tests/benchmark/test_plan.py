@@ -1,6 +1,7 @@
 """What is checked and chosen before a server is started."""
 
 import subprocess
+import sys
 
 import pytest
 from support.project import ROOT
@@ -9,6 +10,7 @@ from eagle3.benchmark import plan
 from eagle3.common import config
 from eagle3.common.errors import UsageError
 from eagle3.common.options import BenchmarkOptions
+from eagle3.engines import installed
 
 
 @pytest.mark.parametrize(
@@ -46,7 +48,7 @@ def test_a_dry_run_says_what_the_prediction_takes_or_why_there_is_none(bench):
     assert "predicts nothing at temperature 0.7: with rejection_sample_method=block" in dry.stderr
 
 
-def test_states_for_the_prediction_come_from_a_vllm():
+def test_states_for_the_prediction_come_from_the_engine_that_serves_or_else_from_a_vllm(monkeypatch):
     options = BenchmarkOptions()
     assert plan.capture_engine(options) is options.engine
     options.benchmark.temperature = [0.7]
@@ -56,6 +58,13 @@ def test_states_for_the_prediction_come_from_a_vllm():
     assert (found.kind, found.args) == ("vllm", [])
     options.benchmark.capture_python = "/usr/bin/python3"
     assert plan.capture_engine(options) is None
+    version = installed.engine_version
+    monkeypatch.setattr(installed, "engine_version",
+                        lambda engine: "0.5.17" if engine.kind == "sglang" else version(engine))
+    options.benchmark.capture_python = None
+    assert plan.capture_engine(options) is options.engine
+    options.benchmark.capture_python = sys.executable  # named, so it is vLLM's to capture
+    assert plan.capture_engine(options).kind == "vllm"
 
 
 def test_a_temperature_may_be_one_number_as_it_once_was(tmp_path):
