@@ -146,7 +146,7 @@ def results_of(options: TrainOptions, stage: Stage, states: Path, world: int) ->
     if train.long_samples == "truncate" or max(lengths, default=0) <= train.batch_tokens:
         del results["train.long_samples"]
     fresh = TrainOptions().train
-    for name in ("max_steps", "spike_factor"):
+    for name in ("max_steps", "spike_factor", "recompute", "moments"):
         if getattr(train, name) == getattr(fresh, name):
             del results[f"train.{name}"]
     return results

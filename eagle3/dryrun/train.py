@@ -3,7 +3,7 @@
 import math
 from pathlib import Path
 
-from eagle3.common import log
+from eagle3.common import log, machine
 from eagle3.common.options import TrainOptions
 from eagle3.common.stage import Stage
 from eagle3.drafter.flat_config import TRAINED_NORMS, layer_shape
@@ -13,6 +13,7 @@ from eagle3.dryrun.dry_run import DryRun
 from eagle3.states.store import StateStore
 from eagle3.training import tracking
 from eagle3.training.lineage import check_lineage
+from eagle3.training.memory import too_large
 
 
 def describe(options: TrainOptions, stage: Stage, facts: Verifier, states: Path, mapping: Path) -> None:
@@ -44,10 +45,20 @@ def describe(options: TrainOptions, stage: Stage, facts: Verifier, states: Path,
             f"{train.save_every_min:g} minutes, up to {kept} kept and one being written (estimate)")
     dry.say("starts", f"{train.gpus} processes of this script, one a GPU" if train.gpus > 1 else "one process")
     bf16 = dry.trains_in_bf16(train.dtype)
-    activations = drafter.activation_bytes(train.batch_tokens, train.ttt_steps, bf16)
-    dry.say("memory", f"on each of {train.gpus}: {log.size(drafter.state_bytes(train.gpus))} of weights, gradients, "
-            f"moments, {log.size(drafter.whole_bytes(train.gpus, bf16))} frozen or gathered, at most "
-            f"{log.size(activations)} for the backward pass of {train.batch_tokens:,} tokens (estimate)")
+    fused = train.loss == "kl_div" and not any((layer or {}).get(name) for name in TRAINED_NORMS)
+    moment = 2 if train.moments == "bf16" else 4
+    state, whole = drafter.state_bytes(train.gpus, moment), drafter.whole_bytes(train.gpus, bf16)
+    again = train.recompute == "on"
+    activations = drafter.activation_bytes(train.batch_tokens, train.ttt_steps, bf16=bf16, fused=fused, recompute=again)
+    if train.recompute == "auto" and (visible := machine.gpus()) and not dry.elsewhere:
+        least = min(gpu.total_mib for gpu in visible) * machine.MIB
+        again = too_large(state + whole + activations, least)
+        activations = drafter.activation_bytes(train.batch_tokens, train.ttt_steps, bf16=bf16, fused=fused,
+                                               recompute=again)
+    how = "the layer computed again in it" if again else f"--recompute {train.recompute}"
+    dry.say("memory", f"on each of {train.gpus}: {log.size(state)} of weights, gradients, "
+            f"moments, {log.size(whole)} frozen or gathered, at most {log.size(activations)} for the backward pass of "
+            f"{train.batch_tokens:,} tokens, {how} (estimate)")
     if dry.known:
         dry.time(dry.known.training_seconds(tokens, train.epochs, train.gpus), f"{tokens:,} tokens x {train.epochs} "
                  f"epochs at {train.gpus} times the rate of one GPU in {dry.known.name}: at best")
