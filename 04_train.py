@@ -113,6 +113,9 @@ def check_choices(train: TrainSection) -> None:
         raise UsageError("Muon needs whole matrices, which several processes divide", where="--optimizer muon, --gpus",
                          expected="one process", found=max(train.gpus, workers.world()),
                          fix="take --optimizer adamw, or one GPU")
+    if train.optimizer == "muon" and train.moments == "bf16":
+        raise UsageError("Muon has one moment, which torch keeps in float32", where="--optimizer muon, --moments bf16",
+                         expected="--moments float32", found="bf16", fix="leave one of the two out")
     if train.fc_norm and train.norm_before_fc:
         raise UsageError("two norms before fc are chosen", where="--fc-norm, --norm-before-fc", expected="one of them",
                          fix="leave one out")

@@ -12,6 +12,7 @@ what is lost to it is the difference to the first rate.
 """
 
 import argparse
+import math
 import os
 import subprocess
 import sys
@@ -187,7 +188,7 @@ def parts_of(trainer: Trainer, batch: batches.Batch, total: int) -> tuple[float,
     times.append(_now())
     (loss * trainer.processes.world).backward()
     times.append(_now())
-    trainer._update(loss.detach())
+    trainer._update(loss.detach(), math.inf)
     times.append(_now())
     forward, backward, optimizer = (b - a for a, b in zip(times, times[1:], strict=False))
     return forward, backward, optimizer

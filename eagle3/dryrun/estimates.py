@@ -18,8 +18,6 @@ from eagle3.training.memory import Step
 
 AUXILIARY = 3  # captured layers that the drafter reads
 _FLOAT32, _BFLOAT16, _ID = 4, 2, 8  # bytes
-# A trained parameter in a checkpoint: bf16 to serve, and weight and AdamW's two moments for an exact resume.
-_CHECKPOINT = _BFLOAT16 + 3 * _FLOAT32
 # Vectors of the hidden size that a prefill holds at once beside its MLP, counted in the decoder layers of vLLM.
 _PREFILL_VECTORS = 8
 
@@ -153,10 +151,10 @@ class Drafter:
         """Bytes of what an engine loads: trained parameters in bf16, and the vocabulary mapping."""
         return self.trained * _BFLOAT16 + self.vocab * _ID + self.target_vocab
 
-    @property
-    def checkpoint_bytes(self) -> int:
-        """Bytes of a training checkpoint."""
-        return self.trained * _CHECKPOINT + self.vocab * _ID + self.target_vocab
+    def checkpoint_bytes(self, moment: int = _FLOAT32) -> int:
+        """Return the bytes of a training checkpoint: bf16 to serve, and for an exact resume weight and AdamW's two
+        moments of `moment` bytes."""
+        return self.trained * (_BFLOAT16 + _FLOAT32 + 2 * moment) + self.vocab * _ID + self.target_vocab
 
     def flops_per_token(self, steps: int) -> int:
         """Return the matrix operations of training on one token at which every TTT step carries loss.

@@ -40,13 +40,13 @@ def describe(options: TrainOptions, stage: Stage, facts: Verifier, states: Path,
                 f"{train.long_samples}")
     dry.say("trains", f"{drafter.trained:,} of {drafter.total:,} parameters; {train.epochs} epochs, about {steps:,} "
             f"steps of {a_step:,} tokens, {train.ttt_steps} TTT steps, {operations:.3g} GFLOP a token (estimate)")
+    moment = 2 if train.moments == "bf16" else 4  # bytes
     kept = train.keep_checkpoints + 2 + (steps // train.keep_every if train.keep_every else 0)
-    dry.say("writes", f"{stage.directory / 'checkpoints'}: {log.size(drafter.checkpoint_bytes)} a checkpoint every "
-            f"{train.save_every_min:g} minutes, up to {kept} kept and one being written (estimate)")
+    dry.say("writes", f"{stage.directory / 'checkpoints'}: {log.size(drafter.checkpoint_bytes(moment))} a checkpoint "
+            f"every {train.save_every_min:g} minutes, up to {kept} kept and one being written (estimate)")
     dry.say("starts", f"{train.gpus} processes of this script, one a GPU" if train.gpus > 1 else "one process")
     bf16 = dry.trains_in_bf16(train.dtype)
     fused = train.loss == "kl_div" and not any((layer or {}).get(name) for name in TRAINED_NORMS)
-    moment = 2 if train.moments == "bf16" else 4
     state, whole = drafter.state_bytes(train.gpus, moment), drafter.whole_bytes(train.gpus, bf16)
     again = train.recompute == "on"
     activations = drafter.activation_bytes(train.batch_tokens, train.ttt_steps, bf16=bf16, fused=fused, recompute=again)
@@ -63,5 +63,5 @@ def describe(options: TrainOptions, stage: Stage, facts: Verifier, states: Path,
         dry.time(dry.known.training_seconds(tokens, train.epochs, train.gpus), f"{tokens:,} tokens x {train.epochs} "
                  f"epochs at {train.gpus} times the rate of one GPU in {dry.known.name}: at best")
     dry.gpus(train.gpus)
-    dry.disk(stage.directory, drafter.checkpoint_bytes * (kept + 1), "the checkpoints")
+    dry.disk(stage.directory, drafter.checkpoint_bytes(moment) * (kept + 1), "the checkpoints")
     dry.end()

@@ -1,5 +1,6 @@
 """A training step: its loss and its gradients."""
 
+import functools
 from dataclasses import replace
 
 import numpy as np
@@ -109,9 +110,11 @@ def test_recomputing_changes_no_loss_and_no_gradient_and_keeps_less(parts, monke
     found = []
     for recompute in (False, True):
         model, counts = build(norms=norms), torch.zeros(3, 3, dtype=torch.int64)
-        losses, kept = kept_elements(lambda: ttt.loss(model, batch, 3, ttt_losses.of(loss), 0.7, counts, recompute))  # noqa: B023
+        losses, kept = kept_elements(functools.partial(ttt.loss, model, batch, 3, ttt_losses.of(loss), 0.7, counts,
+                                                       recompute))
         losses.sum().backward()
-        found.append((losses.detach(), {name: p.grad for name, p in checkpoints.trainable(model).items()}, counts, kept))
+        gradients = {name: parameter.grad for name, parameter in checkpoints.trainable(model).items()}
+        found.append((losses.detach(), gradients, counts, kept))
     (losses, gradients, counts, kept), (others, theirs, recounted, less) = found
     assert torch.allclose(losses, others, rtol=1e-5) and torch.equal(counts, recounted)
     assert less < 0.5 * kept
