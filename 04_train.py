@@ -234,8 +234,8 @@ def train_here(options: TrainOptions, stage: Stage, facts: verifier.Verifier, st
         loop.run()
     except torch.OutOfMemoryError as error:
         raise PreconditionError("a GPU has too little memory", found=str(error).partition(". ")[0],
-                                fix="lower --batch-tokens and raise --accumulation by as much; nvidia-smi shows who "
-                                "else uses the GPU") from error
+                                fix="give --recompute on, or lower --batch-tokens and raise --accumulation by as much; "
+                                "nvidia-smi shows who else uses the GPU") from error
     if processes.rank == 0:
         loop.complete(len(whole[0]), **{name: sum(getattr(each, name) for each in fitted) for name in LONG})
     return processes.stop()  # not after an error: it might wait for the others, who wait for this one

@@ -49,16 +49,23 @@ def describe(options: TrainOptions, stage: Stage, facts: Verifier, states: Path,
     fused = train.loss == "kl_div" and not any((layer or {}).get(name) for name in TRAINED_NORMS)
     state, whole = drafter.state_bytes(train.gpus, moment), drafter.whole_bytes(train.gpus, bf16)
     again = train.recompute == "on"
-    activations = drafter.activation_bytes(train.batch_tokens, train.ttt_steps, bf16=bf16, fused=fused, recompute=again)
+
+    def needed(again: bool) -> tuple[int, int]:
+        rows, steps = train.batch_tokens, train.ttt_steps
+        activations = drafter.activation_bytes(rows, steps, bf16=bf16, fused=fused, recompute=again)
+        if not (bf16 and fused):
+            return activations, state + whole + activations
+        return activations, drafter.step.peak(rows, steps, moments=2 * moment, processes=train.gpus, recompute=again)
+
     if train.recompute == "auto" and (visible := machine.gpus()) and not dry.elsewhere:
         least = min(gpu.total_mib for gpu in visible) * machine.MIB
-        again = too_large(state + whole + activations, least)
-        activations = drafter.activation_bytes(train.batch_tokens, train.ttt_steps, bf16=bf16, fused=fused,
-                                               recompute=again)
-    how = "the layer computed again in it" if again else f"--recompute {train.recompute}"
+        again = too_large(needed(False)[1] + drafter.step.ahead(train.batch_tokens), least)
+    activations, peak = needed(again)
+    how = "its layer, head and loss computed again" if again else f"--recompute {train.recompute}"
     dry.say("memory", f"on each of {train.gpus}: {log.size(state)} of weights, gradients, "
             f"moments, {log.size(whole)} frozen or gathered, at most {log.size(activations)} for the backward pass of "
-            f"{train.batch_tokens:,} tokens, {how} (estimate)")
+            f"{train.batch_tokens:,} tokens ({how}); at its peak {log.size(peak)}, and "
+            f"{log.size(drafter.step.ahead(train.batch_tokens))} of batches loaded ahead (estimate)")
     if dry.known:
         dry.time(dry.known.training_seconds(tokens, train.epochs, train.gpus), f"{tokens:,} tokens x {train.epochs} "
                  f"epochs at {train.gpus} times the rate of one GPU in {dry.known.name}: at best")

@@ -2,8 +2,8 @@
 
 `checkpoints/step_{n}/` holds the served form (model.safetensors in bf16, config.json) and what resuming needs
 (trainer_state.safetensors: float32 weights, and the optimizer's moments as it has them; trainer.json: counters).
-checksums.json is written last and the folder gets its name by a rename, so a folder named step_{n} was complete once, and
-damage since then is found by its checksums.
+checksums.json is written last and the folder gets its name by a rename, so a folder named step_{n} was complete once,
+and damage since then is found by its checksums.
 """
 
 import contextlib

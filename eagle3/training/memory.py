@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 CHUNK = 4096  # rows whose logits are there at once where head and loss are computed again
 _HALF, _FULL = 2, 4  # bytes
-# Of a GPU's memory what a step may take: CUDA's own share, fragments, and the two batches that are loaded ahead.
-_USABLE = 0.9
+# Of a GPU's memory what training may take: the rest is CUDA's own, fragments, and what estimates miss.
+_USABLE = 0.85
+_AHEAD = 3  # batches that prefetch.py has on the GPU at most, beside the one that is trained on
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,10 @@ class Step:
         """Return bytes that a batch takes once: its states (4H), fc's input (3H), output and its gradient (2H),
         embeddings (H) and their shares of q, k and v, the teacher's logits."""
         return rows * _HALF * (10 * self.hidden + self.attention + 2 * self.keys + self.vocab)
+
+    def ahead(self, rows: int) -> int:
+        """Return bytes of the batches that are loaded ahead."""
+        return _AHEAD * rows * _HALF * 4 * self.hidden
 
     def kept(self, rows: int) -> int:
         """Return bytes that one TTT step keeps for the backward pass.

@@ -257,6 +257,7 @@ class Trainer:
         if options.loss != "kl_div" or ttt.has_norms(self.model) or not (self.bf16 and ttt.fused_on(device)):
             needed = sizes.fixed(moments, self.processes.world, self.bf16) + 4 * sizes.trained + sizes.plain(
                 options.batch_tokens, options.ttt_steps, self.bf16)
+        needed += sizes.ahead(options.batch_tokens)
         if again := too_large(needed, torch.cuda.get_device_properties(device).total_memory):
             logger.info("a step would take about %s: its layer, head and loss are computed again in the backward pass "
                         "(--recompute off would not)", size(needed))
