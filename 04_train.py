@@ -113,6 +113,9 @@ def check_choices(train: TrainSection) -> None:
         raise UsageError("Muon needs whole matrices, which several processes divide", where="--optimizer muon, --gpus",
                          expected="one process", found=max(train.gpus, workers.world()),
                          fix="take --optimizer adamw, or one GPU")
+    if train.optimizer == "muon" and train.moments == "bf16":
+        raise UsageError("Muon has one moment, which torch keeps in float32", where="--optimizer muon, --moments bf16",
+                         expected="--moments float32", found="bf16", fix="leave one of the two out")
     if train.fc_norm and train.norm_before_fc:
         raise UsageError("two norms before fc are chosen", where="--fc-norm, --norm-before-fc", expected="one of them",
                          fix="leave one out")
@@ -146,7 +149,7 @@ def results_of(options: TrainOptions, stage: Stage, states: Path, world: int) ->
     if train.long_samples == "truncate" or max(lengths, default=0) <= train.batch_tokens:
         del results["train.long_samples"]
     fresh = TrainOptions().train
-    for name in ("max_steps", "spike_factor"):
+    for name in ("max_steps", "spike_factor", "recompute", "moments"):
         if getattr(train, name) == getattr(fresh, name):
             del results[f"train.{name}"]
     return results
@@ -231,8 +234,8 @@ def train_here(options: TrainOptions, stage: Stage, facts: verifier.Verifier, st
         loop.run()
     except torch.OutOfMemoryError as error:
         raise PreconditionError("a GPU has too little memory", found=str(error).partition(". ")[0],
-                                fix="lower --batch-tokens and raise --accumulation by as much; nvidia-smi shows who "
-                                "else uses the GPU") from error
+                                fix="give --recompute on, or lower --batch-tokens and raise --accumulation by as much; "
+                                "nvidia-smi shows who else uses the GPU") from error
     if processes.rank == 0:
         loop.complete(len(whole[0]), **{name: sum(getattr(each, name) for each in fitted) for name in LONG})
     return processes.stop()  # not after an error: it might wait for the others, who wait for this one

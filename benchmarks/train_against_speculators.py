@@ -59,8 +59,8 @@ def main() -> int:
 def plan(given: argparse.Namespace, processes: Processes) -> Iterator[tuple[str, Callable[[], dict[str, float]]]]:
     """Yield what is measured, by name, in order."""
     for turn in ("", ", again"):
-        yield "ours, frozen head" + turn, lambda: ours(given, processes, trained_head=False)
-        yield "ours, trained head" + turn, lambda: ours(given, processes, trained_head=True)
+        yield "ours, frozen head" + turn, lambda: ours(given, processes, trained_head=False)[0]
+        yield "ours, trained head" + turn, lambda: ours(given, processes, trained_head=True)[0]
         if not turn:
             yield "products, trained head", lambda: products(given, processes, trained_head=True)
             if not given.no_peer:
@@ -103,14 +103,16 @@ def timings(act: Callable[[], Any], started: float, steps: int) -> dict[str, flo
     return {"first": first, "seconds": timed(act, steps), "peak_gb": torch.cuda.max_memory_allocated() / 1e9}
 
 
-def ours(given: argparse.Namespace, processes: Processes, *, trained_head: bool) -> dict[str, float]:
-    """Time the trainer's steps."""
+def ours(given: argparse.Namespace, processes: Processes, *, trained_head: bool, options: TrainSection | None = None
+         ) -> tuple[dict[str, float], Trainer]:
+    """Time the trainer's steps; return the times, and the trainer."""
     given.trained_head = trained_head
     model, batch = random_model(given, processes.device), random_batch(given, processes.device)
-    options = TrainSection(batch_tokens=given.tokens, ttt_steps=given.ttt_steps, draft_tokens=given.ttt_steps)
+    options = options or TrainSection(batch_tokens=given.tokens, ttt_steps=given.ttt_steps,
+                                      draft_tokens=given.ttt_steps)
     started = time.monotonic()
     trainer = Trainer(model, StateStore(Path("/nowhere")), options, processes)
-    return timings(lambda: trainer.step([batch], batch.supervised, 1e-5), started, given.steps)
+    return timings(lambda: trainer.step([batch], batch.supervised, 1e-5), started, given.steps), trainer
 
 
 def products(given: argparse.Namespace, processes: Processes, *, trained_head: bool) -> dict[str, float]:

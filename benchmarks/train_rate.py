@@ -12,6 +12,7 @@ what is lost to it is the difference to the first rate.
 """
 
 import argparse
+import math
 import os
 import subprocess
 import sys
@@ -162,7 +163,10 @@ def random_batch(given: argparse.Namespace, device: torch.device) -> batches.Bat
     class Store:
         def read(self, number: int, sha256: str | None = None, pin: bool = False) -> Stored:
             generator = torch.Generator().manual_seed(number)
-            states = torch.randn(given.document + 1, 4, given.hidden, generator=generator, dtype=torch.bfloat16)
+            # of long documents a part again and again: numbers by the billion take a CPU half a minute
+            part = torch.randn(min(given.document + 1, 2049), 4, given.hidden, generator=generator,
+                               dtype=torch.bfloat16)
+            states = part.repeat(-(-(given.document + 1) // len(part)), 1, 1)[: given.document + 1]
             return Stored(states, None, torch.randint(163840, (given.document + 1,), generator=generator))
 
     members = [batches.TrainingSample(i, "", mask_of(given)) for i in range(given.tokens // given.document)]
@@ -187,7 +191,7 @@ def parts_of(trainer: Trainer, batch: batches.Batch, total: int) -> tuple[float,
     times.append(_now())
     (loss * trainer.processes.world).backward()
     times.append(_now())
-    trainer._update(loss.detach())
+    trainer._update(loss.detach(), math.inf)
     times.append(_now())
     forward, backward, optimizer = (b - a for a, b in zip(times, times[1:], strict=False))
     return forward, backward, optimizer

@@ -280,6 +280,13 @@ class TrainSection:
     long_samples: str = option(
         "chunk", "texts longer than a batch: trained in chunks at their true positions, cut at the batch's end, or "
         "left out", choices=("chunk", "truncate", "drop"))
+    recompute: str = option(
+        "auto", "compute each TTT step's layer, head and loss again in the backward pass instead of keeping what they "
+        "need: less memory for long texts, a third more time; auto: on a GPU where the step would not fit",
+        choices=("auto", "on", "off"))
+    moments: str = option(
+        "float32", "precision of the optimizer's moments, in memory and in checkpoints; bf16 halves them, rounded "
+        "stochastically by seed and step", choices=("float32", "bf16"))
     accumulation: int = option(1, "batches summed up for one optimizer step", unit="batches", minimum=1)
     ttt_steps: int = option(3, "training-time-test steps: how many tokens ahead the drafter is trained", minimum=1)
     ttt_step_loss_decay: float = option(1.0, "weight of step k's loss is this to the power k", minimum=0.0)

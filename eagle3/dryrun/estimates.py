@@ -14,17 +14,12 @@ from eagle3.common import files, tensor_files
 from eagle3.drafter.checkpoint import EMBEDDING, MAPPING, expected_shapes
 from eagle3.drafter.flat_config import layer_shape
 from eagle3.drafter.verifier import Verifier
+from eagle3.training.memory import Step
 
 AUXILIARY = 3  # captured layers that the drafter reads
 _FLOAT32, _BFLOAT16, _ID = 4, 2, 8  # bytes
-# A trained parameter: weight, gradient and AdamW's two moments while training; in a checkpoint bf16 to serve, and
-# weight and moments for an exact resume.
-_TRAINING, _CHECKPOINT = 4 * _FLOAT32, _BFLOAT16 + 3 * _FLOAT32
 # Vectors of the hidden size that a prefill holds at once beside its MLP, counted in the decoder layers of vLLM.
 _PREFILL_VECTORS = 8
-# Vectors of the hidden size kept for one layer's backward (norms, residuals, outputs, fc), and bytes a logit:
-# bf16 logits and their gradient, float32 log-softmax of drafter and verifier.
-_TRAINING_VECTORS, _LOGIT = 8, 2 * _BFLOAT16 + 2 * _FLOAT32
 
 # Prompts that a verifier invents: SmolLM2-135M on vLLM, 18,000 attempts on an H200 (84% usable), and 235 on a CPU (85%,
 # 93 tokens each with those that were cut at 384).
@@ -135,14 +130,14 @@ class Drafter:
     Attributes:
         trained: parameters of fc, the decoder layer, norms and lm_head. frozen: those of the verifier's embedding
             and of its head's rows for the draft vocabulary, the teacher. fc, head: parameters of those two.
-        kept: bytes that one position of one TTT step keeps for the backward pass. vocab, target_vocab: tokens.
+        step: sizes from which a step's memory follows. vocab, target_vocab: tokens.
     """
 
     trained: int
     frozen: int
     fc: int
     head: int
-    kept: int
+    step: Step
     vocab: int
     target_vocab: int
 
@@ -156,10 +151,10 @@ class Drafter:
         """Bytes of what an engine loads: trained parameters in bf16, and the vocabulary mapping."""
         return self.trained * _BFLOAT16 + self.vocab * _ID + self.target_vocab
 
-    @property
-    def checkpoint_bytes(self) -> int:
-        """Bytes of a training checkpoint."""
-        return self.trained * _CHECKPOINT + self.vocab * _ID + self.target_vocab
+    def checkpoint_bytes(self, moment: int = _FLOAT32) -> int:
+        """Return the bytes of a training checkpoint: bf16 to serve, and for an exact resume weight and AdamW's two
+        moments of `moment` bytes."""
+        return self.trained * (_BFLOAT16 + _FLOAT32 + 2 * moment) + self.vocab * _ID + self.target_vocab
 
     def flops_per_token(self, steps: int) -> int:
         """Return the matrix operations of training on one token at which every TTT step carries loss.
@@ -174,24 +169,28 @@ class Drafter:
         hidden = self.head // self.vocab
         return 2 * tokens * (self.fc + steps * (self.trained - self.fc) + hidden * self.target_vocab)
 
-    def state_bytes(self, gpus: int) -> int:
-        """Return weights, gradients and moments of the trained parameters on each GPU, sharded over all."""
-        return self.trained * _TRAINING // gpus
+    def state_bytes(self, gpus: int, moment: int = _FLOAT32) -> int:
+        """Return weights, gradients and moments (`moment` bytes each) of the trained parameters on each GPU, sharded
+        over all."""
+        return self.trained * (2 * _FLOAT32 + 2 * moment) // gpus
 
     def whole_bytes(self, gpus: int, bf16: bool) -> int:
         """Return what else lies whole on each GPU: the frozen parameters, and of the trained ones what a step gathers.
 
         FSDP gathers weights and gradients in the compute precision and reduces gradients in float32; on one GPU
-        autocast copies the weights, and frozen ones stay float32.
+        weights have copies in bf16. Frozen ones are in the compute precision.
         """
         item = _BFLOAT16 if bf16 else _FLOAT32
         if gpus > 1:
             return self.frozen * item + self.trained * (2 * item + _FLOAT32)
-        return self.frozen * _FLOAT32 + self.trained * (item if bf16 else 0)
+        return self.frozen * item + self.trained * (item if bf16 else 0)
 
-    def activation_bytes(self, tokens: int, steps: int, bf16: bool) -> int:
-        """Return the bytes that a batch of so many tokens keeps for the backward pass."""
-        return tokens * steps * self.kept * (1 if bf16 else 2)
+    def activation_bytes(self, tokens: int, steps: int, *, bf16: bool, fused: bool = True, recompute: bool = False
+                         ) -> int:
+        """Return the bytes of a batch's activations at the peak: eagle3/training/memory.py has the terms."""
+        if bf16 and fused:
+            return (self.step.again if recompute else self.step.whole)(tokens, steps)
+        return self.step.plain(tokens, steps, bf16, recompute)
 
 
 def drafter(facts: Verifier, draft_vocab: int, layer: dict[str, Any] | None = None) -> Drafter:
@@ -200,14 +199,15 @@ def drafter(facts: Verifier, draft_vocab: int, layer: dict[str, Any] | None = No
     shapes = tensors(facts, draft_vocab, layer)
     counts = {name: math.prod(shape) for name, shape in shapes.items() if name not in MAPPING}
     head, hidden = counts["lm_head.weight"], facts.hidden_size
-    attention = (2 * layer["num_attention_heads"] + 2 * layer["num_key_value_heads"]) * layer["head_dim"]
-    kept = _BFLOAT16 * ((_TRAINING_VECTORS * hidden) + attention + 3 * layer["intermediate_size"])
+    trained, frozen = sum(counts.values()), facts.vocab_size * hidden + head + hidden
+    step = Step(hidden, layer["num_attention_heads"] * layer["head_dim"], layer["num_key_value_heads"]
+                * layer["head_dim"], layer["intermediate_size"], draft_vocab, trained, frozen)
     return Drafter(
-        trained=sum(counts.values()),
-        frozen=facts.vocab_size * hidden + head + hidden,
+        trained=trained,
+        frozen=frozen,
         fc=counts["fc.weight"],
         head=head,
-        kept=kept + _LOGIT * draft_vocab,
+        step=step,
         vocab=draft_vocab,
         target_vocab=facts.vocab_size,
     )

@@ -3,7 +3,7 @@
 import math
 from pathlib import Path
 
-from eagle3.common import log
+from eagle3.common import log, machine
 from eagle3.common.options import TrainOptions
 from eagle3.common.stage import Stage
 from eagle3.drafter.flat_config import TRAINED_NORMS, layer_shape
@@ -13,6 +13,7 @@ from eagle3.dryrun.dry_run import DryRun
 from eagle3.states.store import StateStore
 from eagle3.training import tracking
 from eagle3.training.lineage import check_lineage
+from eagle3.training.memory import too_large
 
 
 def describe(options: TrainOptions, stage: Stage, facts: Verifier, states: Path, mapping: Path) -> None:
@@ -39,18 +40,35 @@ def describe(options: TrainOptions, stage: Stage, facts: Verifier, states: Path,
                 f"{train.long_samples}")
     dry.say("trains", f"{drafter.trained:,} of {drafter.total:,} parameters; {train.epochs} epochs, about {steps:,} "
             f"steps of {a_step:,} tokens, {train.ttt_steps} TTT steps, {operations:.3g} GFLOP a token (estimate)")
+    moment = 2 if train.moments == "bf16" else 4  # bytes
     kept = train.keep_checkpoints + 2 + (steps // train.keep_every if train.keep_every else 0)
-    dry.say("writes", f"{stage.directory / 'checkpoints'}: {log.size(drafter.checkpoint_bytes)} a checkpoint every "
-            f"{train.save_every_min:g} minutes, up to {kept} kept and one being written (estimate)")
+    dry.say("writes", f"{stage.directory / 'checkpoints'}: {log.size(drafter.checkpoint_bytes(moment))} a checkpoint "
+            f"every {train.save_every_min:g} minutes, up to {kept} kept and one being written (estimate)")
     dry.say("starts", f"{train.gpus} processes of this script, one a GPU" if train.gpus > 1 else "one process")
     bf16 = dry.trains_in_bf16(train.dtype)
-    activations = drafter.activation_bytes(train.batch_tokens, train.ttt_steps, bf16)
-    dry.say("memory", f"on each of {train.gpus}: {log.size(drafter.state_bytes(train.gpus))} of weights, gradients, "
-            f"moments, {log.size(drafter.whole_bytes(train.gpus, bf16))} frozen or gathered, at most "
-            f"{log.size(activations)} for the backward pass of {train.batch_tokens:,} tokens (estimate)")
+    fused = train.loss == "kl_div" and not any((layer or {}).get(name) for name in TRAINED_NORMS)
+    state, whole = drafter.state_bytes(train.gpus, moment), drafter.whole_bytes(train.gpus, bf16)
+    again = train.recompute == "on"
+
+    def needed(again: bool) -> tuple[int, int]:
+        rows, steps = train.batch_tokens, train.ttt_steps
+        activations = drafter.activation_bytes(rows, steps, bf16=bf16, fused=fused, recompute=again)
+        if not (bf16 and fused):
+            return activations, state + whole + activations
+        return activations, drafter.step.peak(rows, steps, moments=2 * moment, processes=train.gpus, recompute=again)
+
+    if train.recompute == "auto" and (visible := machine.gpus()) and not dry.elsewhere:
+        least = min(gpu.total_mib for gpu in visible) * machine.MIB
+        again = too_large(needed(False)[1] + drafter.step.ahead(train.batch_tokens), least)
+    activations, peak = needed(again)
+    how = "its layer, head and loss computed again" if again else f"--recompute {train.recompute}"
+    dry.say("memory", f"on each of {train.gpus}: {log.size(state)} of weights, gradients, "
+            f"moments, {log.size(whole)} frozen or gathered, at most {log.size(activations)} for the backward pass of "
+            f"{train.batch_tokens:,} tokens ({how}); at its peak {log.size(peak)}, and "
+            f"{log.size(drafter.step.ahead(train.batch_tokens))} of batches loaded ahead (estimate)")
     if dry.known:
         dry.time(dry.known.training_seconds(tokens, train.epochs, train.gpus), f"{tokens:,} tokens x {train.epochs} "
                  f"epochs at {train.gpus} times the rate of one GPU in {dry.known.name}: at best")
     dry.gpus(train.gpus)
-    dry.disk(stage.directory, drafter.checkpoint_bytes * (kept + 1), "the checkpoints")
+    dry.disk(stage.directory, drafter.checkpoint_bytes(moment) * (kept + 1), "the checkpoints")
     dry.end()

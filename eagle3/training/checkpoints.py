@@ -1,9 +1,9 @@
 """Training checkpoints: complete or not there, the newest complete one found, float32 state for exact resume.
 
 `checkpoints/step_{n}/` holds the served form (model.safetensors in bf16, config.json) and what resuming needs
-(trainer_state.safetensors: float32 weights and the optimizer's moments; trainer.json: counters). checksums.json is
-written last and the folder gets its name by a rename, so a folder named step_{n} was complete once, and
-damage since then is found by its checksums.
+(trainer_state.safetensors: float32 weights, and the optimizer's moments as it has them; trainer.json: counters).
+checksums.json is written last and the folder gets its name by a rename, so a folder named step_{n} was complete once,
+and damage since then is found by its checksums.
 """
 
 import contextlib
@@ -99,7 +99,8 @@ def _state(model: Any, optimizer: torch.optim.Optimizer) -> list[Part]:
     parts = []
     for name, parameter in trainable(model).items():
         parts.append(_part(f"param/{name}", parameter, torch.float32))
-        parts += [_part(f"{key}/{name}", optimizer.state[parameter][key], torch.float32)
+        parts += [_part(f"{key}/{name}", optimizer.state[parameter][key],
+                        optimizer.state[parameter][key].dtype)
                   for key in _MOMENTS if key in optimizer.state.get(parameter, {})]
     return _ordered(parts)
 

@@ -246,19 +246,24 @@ def divergence_gradient(
 
 @triton.jit
 def _adamw(  # type: ignore[no-untyped-def]
-    weight, gradient, mean, square, half, factor, size, rate, shrink, blend, keep, blend_square, eps, root,
+    weight, gradient, mean, square, half, factor, size, rate, shrink, blend, keep, blend_square, eps, root, seed,
     BLOCK: tl.constexpr
 ):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     scale = tl.load(factor)
     inside = (at < size) & (scale > 0)
     given = tl.load(gradient + at, mask=inside, other=0.0) * scale
-    first, second = tl.load(mean + at, mask=inside, other=0.0), tl.load(square + at, mask=inside, other=0.0)
+    first = tl.load(mean + at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(square + at, mask=inside, other=0.0).to(tl.float32)
     value = tl.load(weight + at, mask=inside, other=0.0)
     first += blend * (given - first)
     second = keep * second + blend_square * given * given
     value -= value * shrink
     value -= rate * first / (tl.sqrt(second) / root + eps)
+    if seed is not None:  # the nearest two of bf16, the nearer the likelier
+        noise = tl.randint(seed, at.to(tl.int32)).to(tl.int32, bitcast=True)
+        first = ((first.to(tl.int32, bitcast=True) + (noise & 0xFFFF)) & -65536).to(tl.float32, bitcast=True)
+        second = ((second.to(tl.int32, bitcast=True) + ((noise >> 16) & 0xFFFF)) & -65536).to(tl.float32, bitcast=True)
     tl.store(mean + at, first, mask=inside)
     tl.store(square + at, second, mask=inside)
     tl.store(weight + at, value, mask=inside)
@@ -269,17 +274,19 @@ def _adamw(  # type: ignore[no-untyped-def]
 def adamw(
     weight: torch.Tensor, gradient: torch.Tensor, mean: torch.Tensor, square: torch.Tensor, half: torch.Tensor | None,
     factor: torch.Tensor, step: int, rate: float, betas: tuple[float, float], eps: float, decay: float,
+    seed: int | None = None,
 ) -> None:
     """Do step `step` (from 1) of AdamW in place, all tensors float32; half, if there is one, gets the weight in bf16.
 
     Args:
+        seed: of the stochastic rounding of moments in bf16; None: they are float32.
         factor: [] float32 on the GPU, by which the gradient is multiplied; with 0 nothing is changed.
     """
     size = weight.numel()
     root = (1 - betas[1] ** step) ** 0.5
     _adamw[(triton.cdiv(size, 2048),)](
         weight, gradient, mean, square, half, factor, size, rate / (1 - betas[0] ** step), rate * decay, 1 - betas[0],
-        betas[1], 1 - betas[1], eps, root, BLOCK=2048, num_warps=8)
+        betas[1], 1 - betas[1], eps, root, seed, BLOCK=2048, num_warps=8)
 
 
 def _whole_row(hidden: int) -> dict[str, int]:

@@ -18,7 +18,12 @@ def make_optimizer(model: Any, options: TrainSection, *, fused: bool = False) ->
     if options.optimizer == "muon":
         return MuonAndAdamW(trainable(model), options)
     parameters = list(trainable(model).values())
-    return _adamw(parameters, options, FusedAdamW if fused else torch.optim.AdamW)
+    half = options.moments == "bf16"
+    made = _adamw(parameters, options, FusedAdamW if fused else HalfMomentsAdamW if half else torch.optim.AdamW)
+    if isinstance(made, FusedAdamW | HalfMomentsAdamW) and half:
+        first = options.seed * 1_000_003
+        made.seeds = {parameter: first + 8191 * number for number, parameter in enumerate(parameters)}
+    return made
 
 
 def _adamw(parameters: list[torch.nn.Parameter], options: TrainSection, kind: type[torch.optim.AdamW]
@@ -57,8 +62,66 @@ class MuonAndAdamW(torch.optim.Optimizer):
             part.step()
 
 
+def round_stochastically(x: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """Return float32 x in bf16: one of its two neighbours there, the nearer the likelier, so that on average it is x.
+
+    Args:
+        noise: of x's shape, int32 in 0..65535, uniform.
+    """
+    return ((x.view(torch.int32) + noise) & -65536).view(torch.float32).to(torch.bfloat16)
+
+
+def _seed_of(seed: int, step: int) -> int:
+    """Return the seed of a matrix's rounding at a step: of these two alone, so that a resumed run rounds alike."""
+    return (seed + 7_368_787 * step) % (2**31 - 1)
+
+
+class HalfMomentsAdamW(torch.optim.AdamW):
+    """AdamW with moments in bf16 between steps, rounded stochastically: rounded to nearest, a moment that changes by
+    less than 1/256 of itself a step would stand still."""
+
+    seeds: dict[torch.Tensor, int]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Do one step, computed in float32."""
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    self._one(weight, group)
+
+    def _one(self, weight: torch.Tensor, group: dict[str, Any]) -> None:
+        state, (keep, keep_square) = self.state[weight], group["betas"]
+        if not state:
+            state |= _fresh(weight, torch.bfloat16)
+        state["step"] = state["step"].cpu() + 1
+        assert weight.grad is not None
+        step, own, gradient = int(state["step"]), _local(weight), _local(weight.grad)
+        generator = torch.Generator(own.device).manual_seed(_seed_of(self.seeds[weight], step))
+        moments = [_local(state[name]) for name in ("exp_avg", "exp_avg_sq")]
+        mean = moments[0].float().lerp_(gradient, 1 - keep)
+        square = moments[1].float().mul_(keep_square).addcmul_(gradient, gradient, value=1 - keep_square)
+        own.mul_(1 - group["lr"] * group["weight_decay"])
+        root = (square.sqrt() / (1 - keep_square**step) ** 0.5).add_(group["eps"])
+        own.addcdiv_(mean, root, value=-group["lr"] / (1 - keep**step))
+        for moment, value in zip(moments, (mean, square), strict=True):
+            noise = torch.randint(65536, value.shape, dtype=torch.int32, device=value.device, generator=generator)
+            moment.copy_(round_stochastically(value, noise))
+
+
+def _fresh(weight: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    return {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(weight, dtype=dtype),
+            "exp_avg_sq": torch.zeros_like(weight, dtype=dtype)}
+
+
 class FusedAdamW(torch.optim.AdamW):
-    """torch's AdamW in one pass on a GPU: gradients are scaled, and copies of weights in bf16 renewed, on the way."""
+    """torch's AdamW in one pass on a GPU: gradients are scaled, and copies of weights in bf16 renewed, on the way.
+
+    Attributes:
+        seeds: of each weight whose moments are in bf16, rounded as in HalfMomentsAdamW though not by the same numbers.
+    """
+
+    seeds: dict[torch.Tensor, int] = {}  # noqa: RUF012 - replaced as a whole
 
     @torch.no_grad()
     def clipped_step(self, loss: torch.Tensor, norms: list[torch.Tensor], largest: float, limit: float = math.inf
@@ -87,12 +150,12 @@ class FusedAdamW(torch.optim.AdamW):
                     continue
                 state = self.state[weight]
                 if not state:
-                    state |= {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(weight),
-                              "exp_avg_sq": torch.zeros_like(weight)}
+                    state |= _fresh(weight, torch.bfloat16 if weight in self.seeds else weight.dtype)
                 state["step"] = state["step"].cpu() + 1  # only one that was loaded is on the GPU
                 kernels.adamw(_local(weight), _local(weight.grad), _local(state["exp_avg"]),
                               _local(state["exp_avg_sq"]), products.copy_of(weight), factor, int(state["step"]),
-                              group["lr"], group["betas"], group["eps"], group["weight_decay"])
+                              group["lr"], group["betas"], group["eps"], group["weight_decay"],
+                              _seed_of(self.seeds[weight], int(state["step"])) if weight in self.seeds else None)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,11 +19,13 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from eagle3.common import workers
+from eagle3.common.log import logger, size
 from eagle3.common.options import TrainSection
 from eagle3.states.store import DamagedStates, StateStore
 from eagle3.training import losses, ttt
 from eagle3.training.batches import Batch, TrainingSample, collate, pack
 from eagle3.training.checkpoints import trainable
+from eagle3.training.memory import Step, too_large
 from eagle3.training.optimizer import FusedAdamW, make_optimizer
 from eagle3.training.prefetch import Prefetcher
 from eagle3.training.sharding import Objective, clip, gradient_norms, shard, vectors
@@ -91,6 +93,15 @@ class Processes:
             dist.destroy_process_group()
 
 
+def step_of(model: Any) -> Step:
+    """Return the sizes of a drafter from which memory is estimated."""
+    own, mlp = model.layers[0].self_attn, model.layers[0].mlp
+    parameters = [*model.parameters()]
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    return Step(model.hidden_size, len(own.q_proj.weight), len(own.k_proj.weight), len(mlp.gate_proj.weight),
+                len(model.lm_head.weight), trained, sum(parameter.numel() for parameter in parameters) - trained)
+
+
 class Trainer:
     """Runs optimizer steps and validation on one process of the group.
 
@@ -111,6 +122,7 @@ class Trainer:
         self._dtype = torch.bfloat16 if bf16 else torch.float32
         self._autocast = torch.autocast(processes.device.type, torch.bfloat16) if bf16 else contextlib.nullcontext()
         self._objective = Objective(model)
+        self.recompute = self._has_to_recompute()
         for parameter in model.parameters():
             if not parameter.requires_grad:  # the verifier's, which has them in no more than bfloat16
                 parameter.data = parameter.data.to(self._dtype)
@@ -233,7 +245,23 @@ class Trainer:
             self._objective.set_requires_gradient_sync(last)
         with self._autocast:
             return self._objective(  # type: ignore[no-any-return]
-                batch and batch.used_here(), self.options.ttt_steps, *self._loss, counts)
+                batch and batch.used_here(), self.options.ttt_steps, *self._loss, counts, self.recompute)
+
+    def _has_to_recompute(self) -> bool:
+        """Say whether layer, head and loss are computed again in the backward pass."""
+        device, options = self.processes.device, self.options
+        if options.recompute != "auto" or device.type != "cuda":
+            return options.recompute == "on"
+        sizes, moments = step_of(self.model), 4 if options.moments == "bf16" else 8
+        needed = sizes.peak(options.batch_tokens, options.ttt_steps, moments=moments, processes=self.processes.world)
+        if options.loss != "kl_div" or ttt.has_norms(self.model) or not (self.bf16 and ttt.fused_on(device)):
+            needed = sizes.fixed(moments, self.processes.world, self.bf16) + 4 * sizes.trained + sizes.plain(
+                options.batch_tokens, options.ttt_steps, self.bf16)
+        needed += sizes.ahead(options.batch_tokens)
+        if again := too_large(needed, torch.cuda.get_device_properties(device).total_memory):
+            logger.info("a step would take about %s: its layer, head and loss are computed again in the backward pass "
+                        "(--recompute off would not)", size(needed))
+        return again
 
     @contextlib.contextmanager
     def _whole_weights(self) -> Iterator[None]:

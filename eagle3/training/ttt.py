@@ -10,47 +10,64 @@ speculators' modules; its forward gives the same loss and gradients.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from eagle3.common.log import logger
 from eagle3.training.attention import attend
 from eagle3.training.batches import Batch
+from eagle3.training.memory import CHUNK
 
 
-def hidden_by_step(model: Any, batch: Batch, steps: int) -> Iterator[torch.Tensor]:
+def hidden_by_step(model: Any, batch: Batch, steps: int, *, recompute: bool = False) -> Iterator[torch.Tensor]:
     """Yield for each TTT step the normed hidden states [R, H] at the batch's R rows.
 
     Step s continues from its own step s - 1 (its state, not the verifier's) and reads the true token s further
     on: as long as a draft is accepted, that is what the drafter has drafted itself.
+
+    Args:
+        recompute: compute the layer again in the backward pass instead of keeping what it needs.
     """
     layer, attention = model.layers[0], model.layers[0].self_attn
-    rows, ids = batch.rows, batch.ids
-    heads, size = (-1, attention.head_dim), attention.head_dim**-0.5
+    rows, heads = batch.rows, (-1, attention.head_dim)
     residual = model.fc(_normed_states(model, batch.aux))
-    inputs = _layer_input(model, layer, ids, residual)
+    inputs = _layer_input(model, layer, batch.ids, residual)
     cos, sin = _rotary(model, batch.positions, inputs)
     keys = _rotate(attention.k_proj(inputs).unflatten(-1, heads), cos, sin)
     values = attention.v_proj(inputs).unflatten(-1, heads)
     inputs, residual = inputs[rows], residual[rows]
     drafted: list[tuple[torch.Tensor, torch.Tensor]] = []
     for step in range(steps):
-        cos, sin = _rotary(model, batch.positions[rows] + step, inputs)
-        if step:
-            # rows past the end of their text read a wrong token; they carry no loss at this step
-            inputs = _layer_input(model, layer, ids[(rows + step).clamp(max=len(ids) - 1)], residual)
-            own_key = _rotate(attention.k_proj(inputs).unflatten(-1, heads), cos, sin)
-            drafted.append((own_key, attention.v_proj(inputs).unflatten(-1, heads)))
-        query = _rotate(attention.q_proj(inputs).unflatten(-1, heads), cos, sin, size)
-        attended = attend(query, keys, values, drafted, batch.spans)
-        residual = residual + attention.o_proj(attended.flatten(1))
-        residual = residual + layer.mlp(layer.post_attention_layernorm(residual))
-        normed = model.norm(residual)
+        given = (model, batch, step, inputs if step == 0 else None, residual, keys, values, drafted)
+        residual, normed, *pair = (checkpoint(_step, *given, use_reentrant=False, preserve_rng_state=False)
+                                   if recompute else _step(*given))
+        drafted = [*drafted, tuple(pair)] if pair else drafted
         yield normed
-        residual = normed if model.config.norm_output else residual
+
+
+def _step(model: Any, batch: Batch, step: int, inputs: torch.Tensor | None, residual: torch.Tensor, keys: torch.Tensor,
+          values: torch.Tensor, drafted: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, ...]:
+    """Return what leaves a step [R, H] for the next one, the normed states [R, H], and its own key and value (of the
+    first step, which has `inputs`, none)."""
+    layer, attention = model.layers[0], model.layers[0].self_attn
+    heads, rows, pair = (-1, attention.head_dim), batch.rows, list[torch.Tensor]()
+    cos, sin = _rotary(model, batch.positions[rows] + step, residual)
+    if inputs is None:
+        # rows past the end of their text read a wrong token; they carry no loss at this step
+        inputs = _layer_input(model, layer, batch.ids[(rows + step).clamp(max=len(batch.ids) - 1)], residual)
+        pair = [_rotate(attention.k_proj(inputs).unflatten(-1, heads), cos, sin),
+                attention.v_proj(inputs).unflatten(-1, heads)]
+        drafted = [*drafted, (pair[0], pair[1])]
+    query = _rotate(attention.q_proj(inputs).unflatten(-1, heads), cos, sin, attention.head_dim**-0.5)
+    attended = attend(query, keys, values, drafted, batch.spans)
+    residual = residual + attention.o_proj(attended.flatten(1))
+    residual = residual + layer.mlp(layer.post_attention_layernorm(residual))
+    normed = model.norm(residual)
+    return normed if model.config.norm_output else residual, normed, *pair
 
 
 def logits_by_step(model: Any, batch: Batch, steps: int) -> Iterator[torch.Tensor]:
@@ -72,27 +89,64 @@ def teacher_logits(model: Any, batch: Batch) -> torch.Tensor:
 
 
 def loss(model: Any, batch: Batch, steps: int, loss_config: dict[str, Any], decay: float = 1.0,
-         counts: torch.Tensor | None = None) -> torch.Tensor:
+         counts: torch.Tensor | None = None, recompute: bool = False) -> torch.Tensor:
     """Return the loss [steps], each step's summed over its positions and weighted with decay to the power step.
 
     Args:
         loss_config: {name: (function of logits and target logits [1, N, D] → [1, N], weight)}, from `losses.of`.
         counts: [steps, 3] int64; what `acceptance.accuracy_counts` counts is added to it.
+        recompute: keep little for the backward pass: the layer is computed again there, head and loss too, the latter
+            in chunks of rows both times.
     """
     targets, losses, correct = teacher_logits(model, batch), [], batch.mask
-    for step, logits in enumerate(logits_by_step(model, batch, steps)):
+    each = _in_chunks if recompute else _at_once
+    for step, (summed, best) in enumerate(each(model, batch, steps, loss_config, targets)):
         if counts is not None:
-            correct = _count(model, batch, step, logits.detach(), correct, counts[step])
-        losses.append(_step_loss(batch, step, logits, targets, loss_config) * decay**step)
+            correct = _count(model, batch, step, best(), correct, counts[step])
+        losses.append(summed * decay**step)
     return torch.stack(losses)
 
 
-def _count(model: Any, batch: Batch, step: int, logits: torch.Tensor, correct: torch.Tensor, counts: torch.Tensor
+Judged = Iterator[tuple[torch.Tensor, Callable[[], torch.Tensor]]]  # a step's loss [], and its draft tokens [N]
+
+
+def _at_once(model: Any, batch: Batch, steps: int, loss_config: dict[str, Any], targets: torch.Tensor) -> Judged:
+    for step, logits in enumerate(logits_by_step(model, batch, steps)):
+        best = functools.partial(logits.detach().argmax, -1)
+        yield _step_loss(logits, targets, batch.judged[step][1], loss_config), best
+
+
+def _in_chunks(model: Any, batch: Batch, steps: int, loss_config: dict[str, Any], targets: torch.Tensor) -> Judged:
+    """The same with logits of a few thousand rows at a time, in the forward pass and again in the backward one."""
+    fused = bool(_fused(batch.aux)) and not has_norms(model)
+    if fused:
+        from eagle3.training import recompute
+
+        hiddens = recompute.hidden_by_step(model, batch, steps)
+    else:
+        hiddens = hidden_by_step(model, batch, steps, recompute=True)
+
+    def part(hidden: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = recompute.head(model, hidden) if fused else model.lm_head(hidden)
+        best = logits.detach().argmax(-1)  # before the backward pass, which may put the gradient in their place
+        return _step_loss(logits, targets, places, loss_config), best
+
+    for step, hidden in enumerate(hiddens):
+        judged, places = batch.judged[step]
+        normed = hidden if fused else hidden[judged]
+        parts = [checkpoint(part, *pair, use_reentrant=fused, preserve_rng_state=False)
+                 for pair in zip(normed.split(CHUNK), places.split(CHUNK), strict=True)]
+        sums, bests = zip(*parts, strict=True)
+        yield torch.stack(sums).sum(), functools.partial(torch.cat, bests)
+
+
+def _count(model: Any, batch: Batch, step: int, best: torch.Tensor, correct: torch.Tensor, counts: torch.Tensor
            ) -> torch.Tensor:
-    """Count a step's drafted tokens into counts [3]; return [T] which positions are correct so far."""
+    """Count a step's drafted tokens, [N] of the draft vocabulary, into counts [3]; return [T] which positions are
+    correct so far."""
     positions = batch.rows[batch.judged[step][0]]
     before = correct[positions]
-    right = before & (_target_ids(model, logits) == batch.ids[positions + step + 1])
+    right = before & (_as_target_ids(model, best) == batch.ids[positions + step + 1])
     counts += torch.stack([right.sum(), torch.full_like(right.sum(), len(positions)), before.sum()])
     return torch.zeros_like(correct).index_put_((positions,), right)
 
@@ -106,21 +160,20 @@ def draft(
     drafted, losses = [], torch.zeros(steps)
     for step, logits in enumerate(logits_by_step(model, batch, steps)):
         tokens = torch.full_like(batch.ids, -1)
-        tokens[batch.rows[batch.judged[step][0]]] = _target_ids(model, logits)
+        tokens[batch.rows[batch.judged[step][0]]] = _as_target_ids(model, logits.argmax(-1))
         drafted.append(tokens.cpu())
         if loss_config and targets is not None:
-            losses[step] = _step_loss(batch, step, logits, targets, loss_config) * decay**step
+            losses[step] = _step_loss(logits, targets, batch.judged[step][1], loss_config) * decay**step
     return drafted, losses
 
 
-def _target_ids(model: Any, logits: torch.Tensor) -> torch.Tensor:
-    """Return the likeliest tokens [N] of draft logits [N, D], as target ids."""
-    best = logits.argmax(-1)
+def _as_target_ids(model: Any, best: torch.Tensor) -> torch.Tensor:
+    """Return tokens [N] of the draft vocabulary as target ids."""
     return best if model.d2t is None else best + model.d2t[best]  # type: ignore[no-any-return]
 
 
-def _step_loss(batch: Batch, step: int, logits: torch.Tensor, targets: torch.Tensor, loss_config: dict) -> torch.Tensor:
-    places = batch.judged[step][1]
+def _step_loss(logits: torch.Tensor, targets: torch.Tensor, places: torch.Tensor, loss_config: dict) -> torch.Tensor:
+    """Return the loss [] of draft logits [N, D] against the rows `places` [N] of target logits."""
     if [*loss_config] == ["kl_div"] and (fused := _fused(logits)):
         return loss_config["kl_div"][1] * fused.divergence(logits, targets, places).sum()  # type: ignore[no-any-return]
     wanted = targets[places]

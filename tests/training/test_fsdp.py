@@ -61,6 +61,13 @@ def in_bf16(run_dir, model, processes):
     return train(trainer, steps)[0]["loss"]
 
 
+def to_save_memory(run_dir, model, processes):
+    """Return the losses of steps that recompute the layer, with moments in bf16."""
+    options = replace(OPTIONS, recompute="on", moments="bf16")
+    trainer, steps, _ = trainer_of(run_dir, model, processes, options=options)
+    return [figures["loss"] for figures in train(trainer, steps)]
+
+
 def resume(run_dir, model, folder, target, processes):
     """Go on from step 1 of another run and save the end."""
     trainer, steps, facts = trainer_of(run_dir, model, processes, seed=9)
@@ -75,7 +82,7 @@ def main(run_dir, model, one, two):
     processes = training.Processes.start()
     figures, validation = work(run_dir, model, two, processes)
     resume(run_dir, model, one, two / "from_one", processes)
-    low = in_bf16(run_dir, model, processes)
+    low = in_bf16(run_dir, model, processes), to_save_memory(run_dir, model, processes)
     if processes.rank == 0:
         torch.save((figures, validation, low), two / "figures.pt")
     processes.stop()
@@ -86,7 +93,8 @@ def runs(prepared, tiny_model, tmp_path_factory):
     """(folder of one process, its figures and validation, folder of two, theirs)."""
     one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
     alone = training.Processes(0, 1, torch.device("cpu"))
-    expected = *work(prepared, tiny_model, one, alone), in_bf16(prepared, tiny_model, alone)
+    low = in_bf16(prepared, tiny_model, alone), to_save_memory(prepared, tiny_model, alone)
+    expected = *work(prepared, tiny_model, one, alone), low
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
     environment = {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests"))), "OMP_NUM_THREADS": "1"}
     result = subprocess.run([*command, *map(str, (prepared, tiny_model, one, two))], capture_output=True, text=True,
@@ -119,7 +127,13 @@ def test_loss_gradient_norm_and_weights_are_those_of_one_process(runs):
 
 
 def test_norms_are_not_rounded_when_weights_are_gathered_in_bf16(runs):
-    assert runs[1][2] == pytest.approx(runs[3][2], rel=3e-5)
+    assert runs[1][2][0] == pytest.approx(runs[3][2][0], rel=3e-5)
+
+
+def test_steps_that_save_memory_have_the_losses_of_those_that_do_not(runs):
+    expected = [figures["loss"] for figures in runs[1][0][:STEPS]]
+    for found in (runs[1][2][1], runs[3][2][1]):
+        assert found[0] == pytest.approx(expected[0], rel=1e-5) and found == pytest.approx(expected, rel=2e-3)
 
 
 def test_a_resume_on_as_many_processes_changes_no_bit(runs):

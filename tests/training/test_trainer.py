@@ -11,6 +11,7 @@ from eagle3.common.errors import PreconditionError
 from eagle3.common.options import TrainSection
 from eagle3.drafter import verifier
 from eagle3.training import checkpoints
+from eagle3.training import optimizer as optimizers
 from eagle3.training import trainer as training
 from eagle3.training.schedule import Schedule, learning_rate, supervised
 
@@ -54,10 +55,10 @@ def test_accumulation_equals_one_large_batch(parts, one_process):
     assert results[0]["grad_norm"] == pytest.approx(results[1]["grad_norm"], rel=2e-2)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_four_steps_equal_two_plus_resume_plus_two(parts, one_process, tiny_model, tmp_path, optimizer):
+@pytest.mark.parametrize("more", [{}, {"optimizer": "muon"}, {"moments": "bf16"}, {"recompute": "on"}])
+def test_four_steps_equal_two_plus_resume_plus_two(parts, one_process, tiny_model, tmp_path, more):
     build, store, samples = parts
-    options = TrainSection(batch_tokens=100, lr=1e-3, optimizer=optimizer)
+    options = TrainSection(batch_tokens=100, lr=1e-3, **more)
     schedule = Schedule(samples, options, 1)
     straight = training.Trainer(build(), store, options, one_process)
     expected = take_steps(straight, schedule, 0, 4)
@@ -69,6 +70,31 @@ def test_four_steps_equal_two_plus_resume_plus_two(parts, one_process, tiny_mode
     assert take_steps(second, schedule, 2, 4) == expected
     for name, parameter in checkpoints.trainable(straight.model).items():
         assert torch.equal(parameter, checkpoints.trainable(second.model)[name]), name
+
+
+def test_moments_in_bf16_are_rounded_to_neighbours_and_to_themselves_on_average():
+    x = torch.full((200_000,), 1.0 + 1 / 512 + 1 / 1024)  # 3/8 of the way from 1 to the next, 1 + 1/128
+    x[1::2] *= -1
+    noise = torch.randint(65536, x.shape, dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    rounded = optimizers.round_stochastically(x, noise).float().abs()
+    assert {*rounded.unique().tolist()} == {1.0, 1.0 + 1 / 128}
+    assert float((rounded > 1).float().mean()) == pytest.approx(0.375, abs=0.005)
+
+
+def test_moments_in_bf16_are_kept_so_and_follow_those_in_float32(parts, one_process, tiny_model, tmp_path):
+    build, store, samples = parts
+    trainers = [training.Trainer(build(), store, TrainSection(batch_tokens=200, lr=1e-3, moments=moments), one_process)
+                for moments in ("float32", "bf16")]
+    schedule = Schedule(samples, trainers[0].options, 1)
+    full, half = (take_steps(trainer, schedule, 0, 3)["loss"] for trainer in trainers)
+    assert half == pytest.approx(full, rel=2e-3) and half != full
+    sizes, facts = [], verifier.read(tiny_model)
+    for number, trainer in enumerate(trainers):
+        state = trainer.optimizer.state
+        assert {each["exp_avg_sq"].dtype for each in state.values()} == {(torch.float32, torch.bfloat16)[number]}
+        folder = checkpoints.save(tmp_path / str(number), 3, trainer.model, facts, trainer.optimizer, {"step": 3})
+        sizes.append((folder / checkpoints.STATE).stat().st_size)
+    assert sizes[1] < 0.7 * sizes[0]
 
 
 def test_muon_turns_matrices_and_adamw_the_rest(parts, one_process):

@@ -1,5 +1,6 @@
 """A training step: its loss and its gradients."""
 
+import functools
 from dataclasses import replace
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from eagle3.training import batches, checkpoints, ttt
+from eagle3.training import losses as ttt_losses
 
 
 def resolve(loss):
@@ -84,3 +86,37 @@ def test_positions_without_loss_are_left_out_and_change_nothing(parts):
         rows, logits = torch.tensor(judged[step]), logits.detach()
         by_hand.append(float(resolve("kl_div")["kl_div"][0](logits[rows][None], targets[rows + step][None]).sum()))
     assert losses.tolist() == pytest.approx(by_hand, rel=1e-5)
+
+
+def kept_elements(function):
+    """Return what a function returns, and how many elements it keeps for a backward pass."""
+    kept = {}
+
+    def keep(tensor):
+        kept[tensor.data_ptr()] = tensor.numel()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        return function(), sum(kept.values())
+
+
+@pytest.mark.parametrize(("norms", "loss"), [((), "kl_div"), (("fc_norm", "norm_output"), "lk_hybrid"),
+                                             (("norm_before_fc",), "ce")])
+def test_recomputing_changes_no_loss_and_no_gradient_and_keeps_less(parts, monkeypatch, norms, loss):
+    build, store, samples = parts
+    monkeypatch.setattr(ttt, "CHUNK", 7)  # several chunks, the last a smaller one
+    batch = batches.collate(store, samples[:4], 1000, 3, verify=False)
+    assert len(batch.judged[0][0]) % 7 and len(batch.judged[2][0]) > 14
+    found = []
+    for recompute in (False, True):
+        model, counts = build(norms=norms), torch.zeros(3, 3, dtype=torch.int64)
+        losses, kept = kept_elements(functools.partial(ttt.loss, model, batch, 3, ttt_losses.of(loss), 0.7, counts,
+                                                       recompute))
+        losses.sum().backward()
+        gradients = {name: parameter.grad for name, parameter in checkpoints.trainable(model).items()}
+        found.append((losses.detach(), gradients, counts, kept))
+    (losses, gradients, counts, kept), (others, theirs, recounted, less) = found
+    assert torch.allclose(losses, others, rtol=1e-5) and torch.equal(counts, recounted)
+    assert less < 0.5 * kept
+    for name, gradient in gradients.items():
+        assert (gradient - theirs[name]).norm() <= 1e-5 * gradient.norm(), name
