@@ -19,7 +19,7 @@ for (const frame of document.querySelectorAll("iframe")) {
   const outside = [...page.querySelectorAll("figure svg text")].filter(text => {
     const a = text.getBoundingClientRect(), b = text.closest("svg").getBoundingClientRect();
     return a.left < b.left - 1 || a.right > b.right + 1; });
-  found.push({page: frame.title, width: frame.clientWidth, title: page.title, scroll: root.scrollWidth,
+  found.push({page: frame.title, width: root.clientWidth, title: page.title, scroll: root.scrollWidth,
     boxes: paper ? boxes.length : 0, outside: outside.map(text => text.textContent) });
 }
 document.body.innerHTML = "";
