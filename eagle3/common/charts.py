@@ -15,7 +15,7 @@ Point = tuple[float, ...]
 Series = dict[str, list[Point]]
 Rows = Mapping[str, Mapping[str, float | None]]  # row: {mark: value}
 
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 440, 260, 46, 12, 10, 40
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 440, 260, 54, 12, 10, 40
 _COLOURS = 8
 _DASHES = ("", "6 3", "2 3", "8 3 2 3")
 _ROW = 34  # of a chart by rows: its name above its marks
@@ -190,13 +190,15 @@ def _across(value: float, high: float) -> float:
 
 
 def _tick_x(x: float, value: float, foot: float) -> str:
+    said = _number(value)
+    anchor = "end" if x + 4 * len(said) > _WIDTH else "middle"  # the last one may not stand over the edge
     return (f'<line x1="{x}" y1="{_TOP}" x2="{x}" y2="{foot}" class="grid"/>'
-            + _text(x, foot + 15, _number(value), 'text-anchor="middle"'))
+            + _text(x, foot + 15, said, f'text-anchor="{anchor}"'))
 
 
 def _tick_y(y: float, value: float) -> str:
     return (f'<line x1="{_LEFT}" y1="{y}" x2="{_WIDTH - _RIGHT}" y2="{y}" class="grid"/>'
-            + _text(_LEFT - 5, y + 4, f"{value:.4g}", 'text-anchor="end"'))
+            + _text(_LEFT - 5, y + 4, _number(value), 'text-anchor="end"'))
 
 
 def _dot(x: float, y: float, number: int, said: str = "") -> str:
@@ -222,8 +224,8 @@ def _said(point: Point) -> str:
 
 
 def _number(value: float) -> str:
-    """Return a figure: whole ones whole, others with four significant digits."""
-    return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.4g}"
+    """Return a figure: whole and large ones whole, others with four significant digits."""
+    return f"{value:,.0f}" if float(value).is_integer() or abs(value) >= 1000 else f"{value:.4g}"
 
 
 def _cut(text: str) -> str:

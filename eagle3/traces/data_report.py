@@ -143,7 +143,8 @@ def _charts(report: dict[str, Any]) -> Iterator[pages.Html]:
     for kind, histogram in report["histograms"].items():
         if histogram:
             edges = histogram["edges"]
-            bins = {f"{low:,}–{high - 1:,}": {name: counts[place] for name, counts in histogram["counts"].items()}
+            bins = {f"{low:,}–{high - 1:,}" if high - low > 1 else f"{low:,}":
+                    {name: counts[place] for name, counts in histogram["counts"].items()}
                     for place, (low, high) in enumerate(itertools.pairwise(edges))}
             estimate = " (estimated)" if report["estimated_reasoning"] and kind != "prompt" else ""
             yield charts.bar_chart(f"Traces by {kind} tokens{estimate}", bins, "traces")
