@@ -162,7 +162,8 @@ def conclude(options: BenchmarkOptions, stage: Stage, plan: "MeasurementPlan", r
             "repeats": options.benchmark.repeats,
             "gpus": stage.manifest["gpus"],
         },
-        "made_with": stage.made_with() | {"deciding": options_of_all(options)},
+        "made_with": stage.made_with() | {"deciding": options_of_all(options) | {
+            "engine.tensor_parallel_size": options.engine.tensor_parallel_size}},  # the same replies, another speed
         "sets": [each.to_dict() for each in plan.sets.values()],
         "runs": cells,
         "drift": comparison.drift(runs),

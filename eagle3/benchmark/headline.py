@@ -16,7 +16,8 @@ Run = dict[str, Any]
 def lines(results: dict[str, Any]) -> list[str]:
     """Return a line for each temperature and prompt set, and one on what was not measured."""
     runs = [run for run in results["runs"] if run["server"] in (BASELINE, DRAFTER)]
-    conditions = list(dict.fromkeys((run["prompts"], run["temperature"]) for run in runs))
+    told_first = sorted(runs, key=lambda run: not run["draft_tokens"])
+    conditions = list(dict.fromkeys((run["prompts"], run["temperature"]) for run in told_first))
     told = []
     for prompts, temperature in conditions:
         there = [run for run in runs if (run["prompts"], run["temperature"]) == (prompts, temperature)]
