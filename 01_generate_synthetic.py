@@ -10,7 +10,7 @@ Writes into RUN_DIR/01_traces:
   skipped.jsonl   prompts that gave no trace (cut inside the reasoning, empty, too long, refused by the
                   template, …) with the reason; they are not asked again until their prompt changes
   failures.jsonl  prompts whose requests failed in the last run; the next run asks them again
-  data_report.html, .json, .png   lengths, endings, repetition, what is asked, per source: look at it before spending
+  data_report.html, .json   lengths, endings, repetition, what is asked, per source: look at it before spending
                   GPU hours
 Needs OpenAI-compatible servers of the verifier: running ones (--endpoint, once or more; the key in
 OPENAI_API_KEY), or --serve, which starts the engine on --model and stops it afterwards. With --model, prompts

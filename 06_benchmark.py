@@ -7,8 +7,8 @@ part; times come from streams, chunk by chunk. The acceptance is predicted by wa
 whatever temperature; the two should agree. At temperature 0 the replies with and without drafter are compared.
 
 Reads   05_export/ENGINE (or --drafter), files of held-out prompts, the verifier
-Writes  06_bench/results.json, report.html and PNG plots (python -m eagle3.report 06_bench makes them again
-        from results.json alone); runs/ holds each finished measurement, which is kept when it runs again, also with
+Writes  06_bench/results.json and report.html (python -m eagle3.report 06_bench makes it again from results.json
+        alone); runs/ holds each finished measurement, which is kept when it runs again, also with
         more values on an axis
 Needs   an engine; a server is started twice for the verifier and once for each draft-token count
 
@@ -64,7 +64,7 @@ def run(options: BenchmarkOptions, stage: Stage) -> None:
     shown = comparison.in_order([each for each in runs if plan.matrix.shown(each)], plan.matrix)
     results = conclude(options, stage, plan, shown)
     files.write_json(stage.directory / "results.json", results)
-    outputs = publish(stage.directory, results)
+    outputs = publish(stage.directory)
     stage.complete(
         counts={"measurements": len(shown), "requests": sum(each["requests"] for each in shown)},
         outputs={"results.json": stage.directory / "results.json"} | outputs,
@@ -140,6 +140,7 @@ def conclude(options: BenchmarkOptions, stage: Stage, plan: "MeasurementPlan", r
              ) -> dict[str, Any]:
     """Compare, predict, and return what results.json holds."""
     from eagle3.benchmark import comparison, matrix, measurements, prediction, serving_advice
+    from eagle3.benchmark.plan import options_of_all
 
     comparison.compare_replies(stage.directory, runs)
     if plan.capture and plan.drafter:
@@ -161,6 +162,8 @@ def conclude(options: BenchmarkOptions, stage: Stage, plan: "MeasurementPlan", r
             "repeats": options.benchmark.repeats,
             "gpus": stage.manifest["gpus"],
         },
+        "made_with": stage.made_with() | {"deciding": options_of_all(options) | {
+            "engine.tensor_parallel_size": options.engine.tensor_parallel_size}},  # the same replies, another speed
         "sets": [each.to_dict() for each in plan.sets.values()],
         "runs": cells,
         "drift": comparison.drift(runs),
@@ -169,14 +172,14 @@ def conclude(options: BenchmarkOptions, stage: Stage, plan: "MeasurementPlan", r
     }
 
 
-def publish(directory: Path, results: dict[str, Any]) -> dict[str, Path]:
-    """Make report and plots, print the tables, and return the files made, by name."""
+def publish(directory: Path) -> dict[str, Path]:
+    """Write the report, print its tables, and return the file made, by name."""
     from eagle3.benchmark import report
 
-    made = report.render(directory)
+    page = report.render(directory)
     logger.info("results\n%s", report.text_table(report.load(directory)))
-    logger.info("report: %s", directory / "report.html")
-    return {path.name: path for path in made}
+    logger.info("report: %s", page)
+    return {page.name: page}
 
 
 if __name__ == "__main__":

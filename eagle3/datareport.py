@@ -1,10 +1,10 @@
 """The data report of stage 01: what the traces look like, before GPU hours are spent on them.
 
   python -m eagle3.datareport runs/kimi/01_traces --closing-id 163607
-  python -m eagle3.datareport runs/kimi/01_traces --render      (page and plots again, from data_report.json alone)
+  python -m eagle3.datareport runs/kimi/01_traces --render      (the page again, from data_report.json alone)
 
-Reads traces.jsonl, skipped.jsonl and failures.jsonl as streams and writes data_report.json, data_report.html,
-data_lengths.png and data_outcomes.png beside them. About 60 bytes a trace are held in memory, never a text.
+Reads traces.jsonl, skipped.jsonl and failures.jsonl as streams and writes data_report.json and data_report.html
+beside them. About 60 bytes a trace are held in memory, never a text.
 """
 
 import argparse
@@ -23,7 +23,7 @@ def main(arguments: list[str]) -> int:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path, help="01_traces folder of a run")
     parser.add_argument("--closing-id", type=int, help="id of the token that closes the reasoning (Kimi: 163607)")
-    parser.add_argument("--render", action="store_true", help="only page and plots, from data_report.json")
+    parser.add_argument("--render", action="store_true", help="only the page, from data_report.json")
     given = parser.parse_args(arguments)
     log.set_up(None, "info")
     try:

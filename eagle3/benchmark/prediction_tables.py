@@ -104,18 +104,6 @@ def serving_words(results: dict[str, Any]) -> list[str]:
     return lines
 
 
-def sections(results: dict[str, Any]) -> list[pages.Html]:
-    """Return the parts of a page on predictions and serving, none without figures."""
-    parts = []
-    if lengths(results)[1]:
-        parts += [pages.heading("Predicted for other settings"), pages.table(*lengths(results)),
-                  pages.table(*groups(results))]
-    if serving(results)[1]:
-        parts += [pages.heading("Which setting to serve"), pages.table(*serving(results)),
-                  *map(pages.paragraph, serving_words(results))]
-    return parts
-
-
 def _predictions(results: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     """Return (name, prediction) of the runs to show: at each sampling the one with the most draft tokens."""
     shown: dict[str, tuple[str, dict[str, Any]]] = {}

@@ -1,18 +1,13 @@
-"""Pages for a browser, tables for a terminal and plots, in which text of unknown origin is only ever text.
+"""Pages for a browser and tables for a terminal, in which text of unknown origin is only ever text.
 
 What a page is put together from takes plain text and returns `Html`, so the type checker sees text that nobody has
-escaped. A page is one file: no script, no link, plots inside it, and a policy by which a browser loads nothing.
+escaped. A page is one file: no script, no link, charts inside it, and a policy by which a browser loads nothing. One
+design for all: it follows the reader's light or dark setting, and fits a phone and paper.
 """
 
-import base64
 import html
-import warnings
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, NewType
-
-from eagle3.common import files
-from eagle3.common.log import logger
+from collections.abc import Sequence
+from typing import NewType
 
 Html = NewType("Html", str)
 Table = tuple[list[str], list[list[str]]]  # head, rows
@@ -21,16 +16,40 @@ Table = tuple[list[str], list[list[str]]]  # head, rows
 # without width, tags. The joiners (U+200C, U+200D) stay: Persian and many emoji need them.
 _UNPRINTABLE = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160), 0xAD, 0x61C, 0x200B, 0x200E, 0x200F,
                               *range(0x2028, 0x202F), *range(0x2060, 0x2070), 0xFEFF, *range(0xE0000, 0xE0080)], "·")
-_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 _STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 1rem auto; padding: 0 1rem; color: #222; }
-h1, h2, h3, dd { overflow-wrap: anywhere; } dt { font-weight: 600; } dd { margin: 0 0 .4rem; }
-.scrolling { overflow-x: auto; margin: .6rem 0 1.2rem; }
-table { border-collapse: collapse; }
-th, td { padding: .25rem .6rem; border-bottom: 1px solid #ccc; text-align: right; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; white-space: normal; min-width: 9rem; overflow-wrap: anywhere; }
-img { max-width: 100%; display: block; }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #f4f4f4; padding: .5rem; }
+:root { color-scheme: light dark; --text: #1d2125; --soft: #59626b; --line: #d5dade; --back: #fff; --box: #f3f5f7;
+  --warn: #a33a00; --c0: #1f6fb4; --c1: #c8421f; --c2: #2a8a3a; --c3: #7d52b0; --c4: #b07600; --c5: #0e8594;
+  --c6: #8a5445; --c7: #6d7278; }
+@media (prefers-color-scheme: dark) { :root { --text: #e4e7ea; --soft: #a2abb4; --line: #3c444c; --back: #15191d;
+  --box: #20262c; --warn: #ff9d66; --c0: #6cb2f0; --c1: #ff8a66; --c2: #6fcf7f; --c3: #bf9cf0; --c4: #e8b64a;
+  --c5: #4fd0e0; --c6: #d0a090; --c7: #a8b0b8; } }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 0 auto; padding: 1rem; color: var(--text);
+  background: var(--back); overflow-wrap: anywhere; }
+h1 { font-size: 1.5rem; margin: 0 0 .5rem; } h2 { font-size: 1.2rem; margin: 2rem 0 .5rem; }
+h3 { font-size: 1rem; margin: 1.2rem 0 .3rem; }
+.lead { font-size: 1.2rem; font-weight: 600; border-left: .3rem solid var(--c0); padding-left: .8rem; }
+.warn { border-left: .3rem solid var(--warn); padding-left: .8rem; }
+dl { display: grid; grid-template-columns: minmax(6rem, max-content) 1fr; gap: .1rem 1rem; }
+dt { color: var(--soft); } dd { margin: 0; }
+.scrolling { overflow-x: auto; margin: .5rem 0 1rem; }
+table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .25rem .6rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
+th { color: var(--soft); font-weight: 600; vertical-align: bottom; }
+th:first-child, td:first-child { text-align: left; white-space: normal; min-width: 7rem; }
+pre { white-space: pre-wrap; background: var(--box); padding: .5rem .7rem; font-size: .9rem; }
+figure { margin: .5rem 0 1rem; display: flex; flex-wrap: wrap; gap: 0 1.5rem; align-items: flex-start; }
+figure > * { flex: 1 1 20rem; min-width: 0; }
+figcaption { flex-basis: 100%; font-weight: 600; }
+figure svg { display: block; width: 100%; height: auto; }
+svg text { fill: var(--soft); font-size: 12px; } svg .row { fill: var(--text); } svg .grid { stroke: var(--line); }
+.key { list-style: none; margin: 0; padding: 0; display: flex; flex-wrap: wrap; gap: 0 1rem; font-size: .85rem; }
+.key svg { display: inline; width: 1.6rem; height: .7rem; margin-right: .3rem; }
+@media (max-width: 30rem) { dl { display: block; } dd { margin-bottom: .4rem; } body { padding: .7rem; } }
+@media print { body { max-width: none; padding: 0; font-size: 11px; } figure > * { flex-basis: 40%; }
+  .scrolling { overflow-x: visible; } table { width: 100%; font-size: 9px; } th, td { white-space: normal;
+  padding: .1rem .2rem; } th:first-child, td:first-child { min-width: 0; } h2, h3, figcaption { break-after: avoid; }
+  figure svg, tr { break-inside: avoid; } }
 """
 
 
@@ -62,6 +81,16 @@ def paragraph(text: str) -> Html:
     return _tag("p", text)
 
 
+def lead(text: str) -> Html:
+    """Return the line that says what a page comes to: its first."""
+    return Html(f'<p class="lead">{escaped(text)}</p>')
+
+
+def warning(text: str) -> Html:
+    """Return a paragraph that nobody should miss."""
+    return Html(f'<p class="warn">{escaped(text)}</p>')
+
+
 def block(text: str) -> Html:
     """Return a text whose lines and spaces stay."""
     return _tag("pre", text)
@@ -73,16 +102,10 @@ def definitions(facts: dict[str, str]) -> Html:
 
 
 def table(head: list[str], rows: list[list[str]]) -> Html:
-    """Return a table; where it is wider than the page, it scrolls."""
+    """Return a table; where it is wider than the page, it scrolls in its own box. On paper its cells wrap."""
     lines = [("th", head), *(("td", row) for row in rows)]
     body = "".join(f"<tr>{''.join(_tag(name, cell) for cell in cells)}</tr>" for name, cells in lines)
     return Html(f'<div class="scrolling" tabindex="0"><table>{body}</table></div>')
-
-
-def image(png: Path) -> Html:
-    """Return a PNG file as an image whose bytes are in the page."""
-    data = base64.b64encode(png.read_bytes()).decode()
-    return Html(f'<img alt="{escaped(png.stem)}" src="data:image/png;base64,{data}">')
 
 
 def _tag(name: str, text: str) -> Html:
@@ -103,34 +126,3 @@ def text_table(head: Sequence[str], rows: Sequence[Sequence[str]], width: int | 
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     texts = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
     return "\n".join(text if width is None or len(text) <= width else text[: width - 1] + "…" for text in texts)
-
-
-# --- plots ------------------------------------------------------------------------------------------------
-
-
-def save_plots(directory: Path, report: Any, drawings: dict[str, Callable[[Any], Any]]) -> list[Path]:
-    """Save the figure that each function makes of a report as NAME.png; return the paths. None is nothing to show.
-
-    The functions import matplotlib, which may be missing: then one warning says so and nothing is saved. Figures are
-    made without pyplot, so none stays in memory and no backend is chosen for others.
-    """
-    made = []
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing")  # a text in a script that the font has not
-        for name, draw in drawings.items():
-            try:
-                figure = draw(report)
-            except ImportError:
-                logger.warning("matplotlib is not installed: the report has tables, no plots (pip install matplotlib)")
-                return []
-            if figure is not None:
-                made.append(directory / f"{name}.png")
-                with files.replacing(made[-1]) as temporary:
-                    figure.savefig(temporary, format="png")
-    return made
-
-
-def label(text: str) -> str:
-    """Return a short text as matplotlib takes it literally: `$` would start a formula, a leading `_` hide it."""
-    text = visible(text).replace("\n", " ")
-    return " " * text.startswith("_") + (text if len(text) <= 28 else text[:27] + "…").replace("$", r"\$")

@@ -21,6 +21,16 @@ def gpu_names() -> list[str]:
     return names.splitlines() if names else []
 
 
+def processor() -> str:
+    """Return the processor's name and its number of threads, as /proc/cpuinfo tells them; "" where it does not."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0]}, {len(names)} threads" if names else ""
+
+
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the installed packages that matter, without importing them."""
     found = {"python": sys.version.split()[0]}

@@ -167,6 +167,11 @@ class Stage:
             self._save()
         return True
 
+    def made_with(self) -> dict[str, Any]:
+        """Return what a result says of its making: command, resolved configuration, versions, hardware."""
+        told = {name: self.manifest[name] for name in ("options", "versions", "gpus", "git_commit")}
+        return {"command": "python " + shlex.join(self.manifest["argv"])} | told | {"processor": provenance.processor()}
+
     def begin(self) -> None:
         """Say that new work is about to be added: from now on what lies there is no longer the complete result."""
         if not self._begun:

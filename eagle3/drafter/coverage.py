@@ -72,13 +72,15 @@ def page(sizes: list[Size], chosen: int, tokens: int) -> pages.Html:
     """Return the page: table and curve."""
     series: Series = {"these traces": [(each.size, 100 * each.coverage) for each in sizes],
                       "held out": [(each.size, 100 * each.held_out) for each in sizes]}
+    taken = next(each for each in sizes if each.size == chosen)
     return pages.document(
         "Coverage of draft vocabularies",
-        pages.paragraph(f"Of {tokens:,} generated tokens. What a draft vocabulary lacks is never accepted; what it has "
-                        "more costs time at each draft token. Held out: the choice from one half of the traces, tried "
-                        "on the other half."),
-        pages.table(*table(sizes, chosen)),
-        pages.heading("Coverage (%) by size"), line_chart(series, "draft vocabulary", log_x=True, marks=True),
+        pages.lead(f"{chosen:,} tokens cover {100 * taken.coverage:.2f}% of {tokens:,} generated tokens, and "
+                   f"{100 * taken.held_out:.2f}% of text that they were not chosen from."),
+        pages.paragraph("What a draft vocabulary lacks is never accepted; what it has more costs time at each draft "
+                        "token. Held out: the choice from one half of the traces, tried on the other half."),
+        line_chart("Coverage (%) by size", series, "draft vocabulary", log_x=True, marks=True),
+        pages.heading("What each size costs"), pages.table(*table(sizes, chosen)),
         pages.paragraph("Time and share are estimates for few requests at once, where a draft token takes as long as "
                         "its weights take to be read: the layer and the head in bfloat16, at the H200's 4.8 TB/s."))
 

@@ -1,14 +1,15 @@
 """The data report of stage 01: what the traces look like, before GPU hours are spent on them.
 
-Reads traces.jsonl, skipped.jsonl and failures.jsonl as streams and writes data_report.json, data_report.html,
-data_lengths.png and data_outcomes.png beside them. About 60 bytes a trace are held in memory, never a text.
+Reads traces.jsonl, skipped.jsonl and failures.jsonl as streams and writes data_report.json and data_report.html
+beside them. About 60 bytes a trace are held in memory, never a text.
 """
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from eagle3.common import files, pages
+from eagle3.common import charts, files, pages
 from eagle3.common.errors import PreconditionError
 from eagle3.traces import self_prompts, trace_rows, trace_statistics
 
@@ -42,16 +43,9 @@ def write(directory: Path, closing_id: int | None = None) -> dict[str, Any]:
     return report
 
 
-def render(directory: Path) -> list[Path]:
-    """Write page and plots from data_report.json alone and return their paths.
-
-    Without matplotlib the page has tables only, and a warning says so.
-    """
-    report = load(directory)
-    plots = pages.save_plots(directory, report, {"data_lengths": _draw_lengths, "data_outcomes": _draw_outcomes})
-    page = directory / f"{NAME}.html"
-    files.write_bytes(page, _page(report, plots).encode())
-    return [page, *plots]
+def render(directory: Path) -> None:
+    """Write the page from data_report.json alone."""
+    files.write_bytes(directory / f"{NAME}.html", _page(load(directory)).encode())
 
 
 def load(directory: Path) -> dict[str, Any]:
@@ -68,7 +62,7 @@ def load(directory: Path) -> dict[str, Any]:
 
 def outputs(directory: Path) -> dict[str, Path]:
     """Return {name: path} of the report's files that lie in a folder."""
-    names = (f"{NAME}.json", f"{NAME}.html", "data_lengths.png", "data_outcomes.png")
+    names = (f"{NAME}.json", f"{NAME}.html")
     return {name: directory / name for name in names if (directory / name).is_file()}
 
 
@@ -141,68 +135,49 @@ def _number(value: float | None) -> str:
     return _ABSENT if value is None else f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:,.1f}"
 
 
-# --- plots ------------------------------------------------------------------------------------------------
+# --- charts -----------------------------------------------------------------------------------------------
 
 
-def _draw_lengths(report: dict[str, Any]) -> Any:
-    """Return a figure of three histograms, one above the other, sources stacked; None without traces."""
-    from matplotlib.figure import Figure
-
-    present = {kind: histogram for kind, histogram in report["histograms"].items() if histogram}
-    if not present:
-        return None
-    figure = Figure(figsize=(5.5, 2.6 * len(present)), dpi=150, layout="constrained")
-    for axes, (kind, histogram) in zip(figure.subplots(len(present), squeeze=False)[:, 0], present.items(),
-                                       strict=True):
-        edges = histogram["edges"]
-        counts = {name: values for name, values in histogram["counts"].items() if sum(values)}
-        axes.hist([edges[:-1]] * len(counts), edges, weights=list(counts.values()), stacked=True,
-                  label=[pages.label(name) for name in counts])
-        estimate = " (estimated)" if report["estimated_reasoning"] and kind != "prompt" else ""
-        axes.set(xlabel=f"{kind} tokens{estimate}", ylabel="traces", xscale="log" if histogram["log"] else "linear")
-        if len(counts) > 1:
-            axes.legend(fontsize=7)
-    return figure
-
-
-def _draw_outcomes(report: dict[str, Any]) -> Any:
-    """Return a figure of how the replies to each source ended, in shares; None when nothing was asked."""
-    from matplotlib.figure import Figure
-
-    outcomes: dict[str, dict[str, int]] = {}
+def _charts(report: dict[str, Any]) -> Iterator[pages.Html]:
+    """Yield histograms of lengths, and how the replies to each source ended, in shares."""
+    for kind, histogram in report["histograms"].items():
+        if histogram:
+            edges = histogram["edges"]
+            bins = {f"{low:,}–{high - 1:,}" if high - low > 1 else f"{low:,}":
+                    {name: counts[place] for name, counts in histogram["counts"].items()}
+                    for place, (low, high) in enumerate(itertools.pairwise(edges))}
+            estimate = " (estimated)" if report["estimated_reasoning"] and kind != "prompt" else ""
+            yield charts.bar_chart(f"Traces by {kind} tokens{estimate}", bins, "traces")
+    outcomes: dict[str, dict[str, float]] = {}
     for name, group in report["sources"].items():
-        for title, kind in (("kept", "finish_reasons"), ("skipped", "skipped"), ("failed", "failed")):
-            for reason, count in group[kind].items():
-                outcomes.setdefault(f"{title}: {reason}", {})[name] = count
-    if not outcomes:
-        return None
-    names = list(report["sources"])
-    totals = [sum(counts.get(name, 0) for counts in outcomes.values()) for name in names]
-    figure = Figure(figsize=(5.5, 1.6 + 0.35 * len(names) + 0.22 * len(outcomes)), dpi=150, layout="constrained")
-    axes, lefts = figure.subplots(), [0.0] * len(names)
-    for number, (outcome, counts) in enumerate(outcomes.items()):
-        shares = [100 * counts.get(name, 0) / total for name, total in zip(names, totals, strict=True)]
-        axes.barh(range(len(names)), shares, left=lefts, label=pages.label(outcome), color=f"C{number % 10}",
-                  hatch="" if outcome.startswith("kept") else "//", edgecolor="white")
-        lefts = [left + share for left, share in zip(lefts, shares, strict=True)]
-    axes.set_yticks(range(len(names)), [pages.label(name) for name in names])
-    axes.invert_yaxis()
-    axes.set(xlabel="% of the prompts of the source", xlim=(0, 100))
-    figure.legend(loc="outside lower center", fontsize=7, ncols=2)
-    return figure
+        counts = {f"{title}: {reason}": count
+                  for title, kind in (("kept", "finish_reasons"), ("skipped", "skipped"), ("failed", "failed"))
+                  for reason, count in group[kind].items()}
+        outcomes[name] = {outcome: 100 * count / sum(counts.values()) for outcome, count in counts.items() if count}
+    yield charts.bar_chart("What became of the prompts", outcomes, "% of the prompts of the source")
 
 
 # --- page -------------------------------------------------------------------------------------------------
 
 
-def _page(report: dict[str, Any], plots: list[Path]) -> str:
-    parts = [pages.definitions(_facts(report)), *map(pages.image, plots)]
+def _page(report: dict[str, Any]) -> str:
+    parts = [pages.lead(_in_words(report)), pages.definitions(_facts(report)), *_charts(report)]
     for title, table in tables(report):
         parts += [pages.heading(title), pages.table(*table)] if table[1] else []
     parts.append(pages.heading("Samples"))
     for sample in report["samples"]:
         parts += _sample(sample)
     return pages.document("Traces", *parts)
+
+
+def _in_words(report: dict[str, Any]) -> str:
+    total = report["total"]
+    lost = sum(total["skipped"].values()) + sum(total["failed"].values())
+    if not total["traces"]:
+        return f"No trace; {lost:,} prompts gave none."
+    return (f"{total['traces']:,} traces with {total['tokens']['completion']['sum']:,} generated tokens; "
+            f"{lost:,} prompts gave none; {total['truncated']:,} traces are cut at max_tokens, "
+            f"{total['loops']:,} loop.")
 
 
 def _facts(report: dict[str, Any]) -> dict[str, str]:

@@ -63,9 +63,9 @@ def first_reason(path: Path) -> str:
 
 
 def write_data_report(directory: Path, closing_id: int | None) -> None:
-    """Write the data report; a trace is not worth less for a plot that failed."""
+    """Write the data report; a trace is not worth less for a page that failed."""
     try:
         data_report.write(directory, closing_id=closing_id)
         logger.info("data report: %s", directory / "data_report.html")
-    except Exception as error:  # noqa: BLE001 - whatever a plotting library raises
+    except Exception as error:  # noqa: BLE001 - whatever a strange text brings about
         logger.warning("no data report: %s: %s", type(error).__name__, error)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3.common import files, pages
-from eagle3.common.charts import Series, line_chart
+from eagle3.common.charts import Point, Series, line_chart
 
 PAGE = "curves.html"
 _EVERY_S = 60.0
@@ -41,10 +41,8 @@ def page(rows: list[dict[str, Any]]) -> pages.Html:
         "Gradient norm": ({"before clipping": _points(steps, "grad_norm")}, False),
         "Learning rate": ({"rate": _points(steps, "lr")}, False),
     }
-    parts = [pages.paragraph(f"Step {last:,}, {len(held_out)} validations, {len(skipped)} skipped steps.")]
-    for title, (series, marks) in charts.items():
-        if chart := line_chart(series, "optimizer step", marks=marks):
-            parts += [pages.heading(title), chart]
+    parts = [pages.lead(f"Step {last:,}, {len(held_out)} validations, {len(skipped)} skipped steps.")]
+    parts += [line_chart(title, series, "optimizer step", marks=marks) for title, (series, marks) in charts.items()]
     if held_out:
         parts += [pages.heading("Predicted acceptance length of the last validation"), _last(held_out[-1])]
     if skipped:
@@ -54,7 +52,7 @@ def page(rows: list[dict[str, Any]]) -> pages.Html:
     return pages.document("Training", *parts)
 
 
-def _points(rows: list[dict[str, Any]], name: str) -> list[tuple[float, float]]:
+def _points(rows: list[dict[str, Any]], name: str) -> list[Point]:
     return [(row["step"], row[name]) for row in rows if row.get(name) is not None]
 
 

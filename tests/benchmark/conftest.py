@@ -7,14 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 from support.fake_engine import install
-from support.pages import block_matplotlib
 from support.project import ROOT
 
 PROMPTS = 6
 
 
 @pytest.fixture
-def bench(tmp_path, monkeypatch):
+def bench(tmp_path):
     """A verifier, a drafter, prompts, a fake engine, and `run(*arguments, **engine environment)`."""
     for name in ("verifier", "drafter"):
         (tmp_path / name).mkdir()
@@ -24,7 +23,6 @@ def bench(tmp_path, monkeypatch):
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     log = tmp_path / "requests"
     python = install(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", block_matplotlib(tmp_path))  # seconds a run; the report's tests have it
 
     def command(*arguments, **env):
         engine_env = {"FAKE_LOG": str(log)} | env

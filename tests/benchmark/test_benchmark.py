@@ -3,11 +3,13 @@
 import json
 import signal
 import subprocess
+import sys
 import time
 from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
+from support.pages import is_harmless
 from support.project import ROOT
 
 from eagle3.common import files
@@ -40,6 +42,11 @@ def test_measures_compares_and_reports(bench):
         "speculation": {"draft_sample_method": "greedy", "rejection_sample_method": "standard"}}
     assert bench.results()["serving"][0]["line"].startswith("vllm serve") and "Serve with" in result.stderr
     assert bench.manifest()["status"] == "complete" and "report.html" in bench.manifest()["outputs"]
+    page = is_harmless(bench.out / "report.html").text
+    for text in ("06_benchmark.py --model", '"max_tokens": 20', sys.version.split()[0], "threads", "pays"):
+        assert text in page, text  # command, resolved configuration, versions, hardware, the first line
+    deciding = bench.results()["made_with"]["deciding"]
+    assert (deciding["benchmark.warmup_prompts"], deciding["engine.tensor_parallel_size"]) == (2, 1)
     first = json.loads((bench.out / "replies_drafter-3_c1.jsonl").read_text().splitlines()[0])
     assert first["prompt_token_ids"] == [1, 2, 3] and len(first["completion_token_ids"]) == 20
 

@@ -99,7 +99,7 @@ def test_every_size_is_covered_as_a_mapping_of_that_size_is():
         assert each.held_out == pytest.approx(vocab.held_out_coverage(halves, each.size, [7, 2999]))
         assert (each.head_bytes, each.head_share) == (each.size * 128, each.size * 64 / (each.size * 64 + 1000))
     page = coverage.page(sizes, 1234, int(halves.sum()))
-    assert "1,234 (chosen)" in page and page.count("<svg") == 1
+    assert "1,234 (chosen)" in page and page.count("<figure>") == 1
 
 
 def test_counts_kept_by_stage_01_give_the_mapping_of_the_traces(tiny_model, tmp_path):
@@ -153,7 +153,7 @@ def test_pins_and_padding(tiny_model, tmp_path):
     assert {size - 1, size + 63} < {*result["pinned"]} and len(result["pinned"]) == 3
     t2d = vocab.load_mapping(tmp_path / "03_vocab" / vocab.MAPPING)[1]
     assert t2d[result["pinned"]].all() and "1 places of the draft vocabulary are padding" in log
-    assert (tmp_path / "03_vocab" / coverage.PAGE).read_text().count("<svg") == 1
+    assert (tmp_path / "03_vocab" / coverage.PAGE).read_text().count("<figure>") == 1
     for wrong in (str(size + 64), "several words of text"):
         refused = run_stage("03_build_vocab_mapping.py", *common, "--pin", f"'{wrong}'", "--out", tmp_path / "x",
                             check=3)

@@ -350,7 +350,7 @@ def test_the_page_shows_a_run_and_escapes_what_it_is_told():
                  "lengths": {"1": 1.5}, "conditional_accuracy": [0.6], "by_context": {},
                  "by_source": {"<b>": {"length": 1.5, "rounds": 7}}})
     page = curves.page(rows)
-    assert page.count("<svg") == 7 and "&lt;loss&gt;" in page and "<b>" not in page and "1 skipped steps" in page
+    assert page.count("<figure>") == 7 and "&lt;loss&gt;" in page and "<b>" not in page and "1 skipped steps" in page
     assert len(page) < 200_000
     assert curves.page([]).count("<svg") == 0
 
