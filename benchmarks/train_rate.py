@@ -30,7 +30,8 @@ from eagle3.common.options import TrainSection
 from eagle3.drafter.network import _empty_model, layer_shape
 from eagle3.drafter.output import Output
 from eagle3.drafter.verifier import Verifier
-from eagle3.states.store import StateStore, Stored
+from eagle3.states.encoding import Stored
+from eagle3.states.store import StateStore
 from eagle3.training import batches
 from eagle3.training.trainer import Processes, Trainer
 

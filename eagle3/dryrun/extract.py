@@ -11,9 +11,9 @@ from eagle3.drafter.verifier import Verifier
 from eagle3.dryrun import foreseen
 from eagle3.dryrun.dry_run import DryRun
 from eagle3.states import slabs
+from eagle3.states.encoding import bytes_per_token
 from eagle3.states.sglang_side import SPARE_POSITIONS
 from eagle3.states.sizes import backend_of, stored_as
-from eagle3.states.store import bytes_per_token
 
 
 def describe(options: ExtractOptions, stage: Stage, facts: Verifier, traces: Path) -> None:

@@ -7,7 +7,8 @@ import numpy as np
 from eagle3.common.errors import PreconditionError
 from eagle3.drafter.verifier import Verifier
 from eagle3.states.collecting import Rows
-from eagle3.states.store import FP8, Sample, StateStore
+from eagle3.states.encoding import FP8
+from eagle3.states.store import Sample, StateStore
 
 if TYPE_CHECKING:
     import torch

@@ -20,9 +20,10 @@ from eagle3.common.stage import Stage
 from eagle3.drafter.verifier import Verifier
 from eagle3.engines import arguments, defaults, stall
 from eagle3.states.collecting import Collected, Collector
+from eagle3.states.encoding import FP8, FP8_FORM
 from eagle3.states.settings import CaptureSettings
 from eagle3.states.slabs import Receiver
-from eagle3.states.store import FP8, FP8_FORM, Sample, StateStore
+from eagle3.states.store import Sample, StateStore
 from eagle3.states.writing import Writer
 
 CONVENTION = "aux: residual stream entering the layer; last: output of the last decoder layer before the final norm"

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from eagle3.states import self_check, slabs
+from eagle3.states.encoding import FP8, bytes_per_token, encode_fp8
 from eagle3.states.recorder import Pass
 from eagle3.states.settings import CaptureSettings
-from eagle3.states.store import FP8, bytes_per_token, encode_fp8
 
 if TYPE_CHECKING:
     import torch

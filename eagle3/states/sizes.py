@@ -4,7 +4,8 @@ from collections.abc import Iterable
 
 from eagle3.common.errors import UsageError
 from eagle3.common.options import EngineOptions, ExtractSection
-from eagle3.states.store import Sample, bytes_per_token
+from eagle3.states.encoding import bytes_per_token
+from eagle3.states.store import Sample
 
 
 def backend_of(extract: ExtractSection, engine: EngineOptions) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle3.common import files, tensor_files
-from eagle3.states.store import SCALES
+from eagle3.states.encoding import SCALES
 
 if TYPE_CHECKING:
     import torch

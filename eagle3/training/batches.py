@@ -15,7 +15,8 @@ import torch
 
 from eagle3.common.errors import PreconditionError
 from eagle3.common.log import logger
-from eagle3.states.store import DamagedStates, Rows, StateStore, Stored, damaged
+from eagle3.states.encoding import Stored
+from eagle3.states.store import DamagedStates, Rows, StateStore, damaged
 
 _SHUFFLE_WINDOW = 256
 _CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from eagle3.common.options import EngineOptions, ModelOptions
 from eagle3.drafter import network, teacher, verifier
 from eagle3.states import extraction
 from eagle3.states.collecting import Collected
-from eagle3.states.store import Stored
+from eagle3.states.encoding import Stored
 from eagle3.traces import trace_rows
 from eagle3.training import drafting
 from eagle3.training.batches import TrainingSample, collate

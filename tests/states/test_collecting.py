@@ -11,9 +11,10 @@ from support.captures import samples_of
 from eagle3.common.errors import PreconditionError
 from eagle3.states import slabs
 from eagle3.states.collecting import Collector
+from eagle3.states.encoding import encode_fp8
 from eagle3.states.pass_sender import pass_tensors
 from eagle3.states.self_check import checksums, ranks_agree, rows_to_check
-from eagle3.states.store import StateStore, encode_fp8
+from eagle3.states.store import StateStore
 from eagle3.states.writing import Writer
 
 SIZE = slabs.slab_bytes(64, 4 * 2 * 8 + 8)

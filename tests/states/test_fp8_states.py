@@ -13,8 +13,9 @@ from support.project import ROOT
 
 from eagle3.common import tensor_files
 from eagle3.common.errors import PreconditionError
+from eagle3.states.encoding import FP8_FORM, SCALES, bytes_per_token, decode_fp8, encode_fp8
 from eagle3.states.pass_sender import pass_tensors
-from eagle3.states.store import FP8_FORM, SCALES, StateStore, bytes_per_token, decode_fp8, encode_fp8, load_dataset
+from eagle3.states.store import StateStore, load_dataset
 from eagle3.states.writing import Writer
 from eagle3.training.batches import TrainingSample, collate, read_samples
 

@@ -218,10 +218,10 @@ def test_adamw_is_torchs_and_skips_what_is_not_finite_or_a_spike(products):
 
 
 def test_fp8_states_decode_as_on_a_cpu():
-    from eagle3.states import store
+    from eagle3.states import encoding
 
-    encoded, scales = store.encode_fp8(random(30, 4, 128).cpu() * torch.logspace(-3, 3, 4)[:, None])
-    stored = store.Stored(encoded, scales, torch.zeros(0))
+    encoded, scales = encoding.encode_fp8(random(30, 4, 128).cpu() * torch.logspace(-3, 3, 4)[:, None])
+    stored = encoding.Stored(encoded, scales, torch.zeros(0))
     assert torch.equal(stored.states(torch.device("cuda")).cpu(), stored.states())
 
 
