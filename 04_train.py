@@ -116,6 +116,9 @@ def check_choices(train: TrainSection) -> None:
     if train.optimizer == "muon" and train.moments == "bf16":
         raise UsageError("Muon has one moment, which torch keeps in float32", where="--optimizer muon, --moments bf16",
                          expected="--moments float32", found="bf16", fix="leave one of the two out")
+    if train.matmul == "fp8" and train.dtype == "float32":
+        raise UsageError("float8 products come with bfloat16, not with float32", where="--matmul fp8, --dtype float32",
+                         expected="--dtype bfloat16 or auto", found="float32", fix="leave one of the two out")
     if train.fc_norm and train.norm_before_fc:
         raise UsageError("two norms before fc are chosen", where="--fc-norm, --norm-before-fc", expected="one of them",
                          fix="leave one out")
@@ -149,7 +152,7 @@ def results_of(options: TrainOptions, stage: Stage, states: Path, world: int) ->
     if train.long_samples == "truncate" or max(lengths, default=0) <= train.batch_tokens:
         del results["train.long_samples"]
     fresh = TrainOptions().train
-    for name in ("max_steps", "spike_factor", "recompute", "moments"):
+    for name in ("max_steps", "spike_factor", "recompute", "moments", "matmul"):
         if getattr(train, name) == getattr(fresh, name):
             del results[f"train.{name}"]
     return results
@@ -195,7 +198,7 @@ def train_here(options: TrainOptions, stage: Stage, facts: verifier.Verifier, st
 
     from eagle3.drafter import network, vocab
     from eagle3.states.store import StateStore, load_dataset
-    from eagle3.training import batches, checkpoints, ttt
+    from eagle3.training import batches, checkpoints, float8, ttt
     from eagle3.training.long_samples import LONG, fit
     from eagle3.training.loop import Loop
     from eagle3.training.schedule import Schedule
@@ -220,6 +223,8 @@ def train_here(options: TrainOptions, stage: Stage, facts: verifier.Verifier, st
     if ttt.has_norms(model) and ttt.fused_on(processes.device):
         logger.info("%s: the plain form of the step is trained, the fused one does not know them",
                     ", ".join(network.norms_of(model)))
+    if train.matmul == "fp8" and (why := float8.refusal(model, processes.device, ttt.fused_on(processes.device))):
+        raise PreconditionError(f"products cannot be in float8: {why}", where="--matmul fp8", fix="leave --matmul out")
     trainer = Trainer(model, store, train, processes, served_draft_tokens(options, stage))
     loop = Loop(stage, facts, trainer, schedule, held_out, layers)
     packed = schedule.packed(0)

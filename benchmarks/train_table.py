@@ -29,6 +29,8 @@ ROWS: dict[str, dict[str, Any]] = {
     "frozen": {"frozen": True},
     "trained": {},
     "frozen, bf16 moments": {"frozen": True, "moments": "bf16"},
+    "frozen, fp8": {"frozen": True, "matmul": "fp8"},
+    "trained, fp8": {"matmul": "fp8"},
     "frozen, recomputed": {"frozen": True, "recompute": "on"},
     "frozen, 32k": {**LONG, "tokens": 32768},
     "frozen, 32k recomputed": {**LONG, "tokens": 32768, "recompute": "on"},
@@ -81,7 +83,8 @@ def measured(name: str) -> dict[str, Any]:
     from eagle3.common.options import TrainSection
     from eagle3.training.trainer import Processes, step_of
 
-    usual = {"kind": "ours", "tokens": 8192, "steps": 8, "frozen": False, "moments": "float32", "recompute": "off"}
+    usual = {"kind": "ours", "tokens": 8192, "steps": 8, "frozen": False, "moments": "float32", "recompute": "off",
+             "matmul": "bf16"}
     row = usual | ROWS[name]
     given = argparse.Namespace(hidden=7168, draft_vocab=32000, tokens=row["tokens"], prompt=0, ttt_steps=3,
                                document=max(2048, row["tokens"] if row["tokens"] > 8192 else 0), steps=row["steps"])
@@ -89,10 +92,11 @@ def measured(name: str) -> dict[str, Any]:
     with sides.cleared():
         if row["kind"] == "ours":
             options = TrainSection(batch_tokens=given.tokens, ttt_steps=3, draft_tokens=3, moments=row["moments"],
-                                   recompute=row["recompute"])
+                                   recompute=row["recompute"], matmul=row["matmul"])
             figures, trainer = sides.ours(given, processes, trained_head=not row["frozen"], options=options)
             estimate = step_of(trainer.model).peak(
-                given.tokens, 3, moments=4 if row["moments"] == "bf16" else 8, recompute=trainer.recompute) / 1e9
+                given.tokens, 3, moments=4 if row["moments"] == "bf16" else 8, recompute=trainer.recompute,
+                fp8=row["matmul"] == "fp8") / 1e9
         else:
             act = sides.products if row["kind"] == "products" else sides.peer
             figures = act(given, processes, **({"trained_head": True} if row["kind"] == "products" else {}))

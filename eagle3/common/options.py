@@ -287,6 +287,9 @@ class TrainSection:
     moments: str = option(
         "float32", "precision of the optimizer's moments, in memory and in checkpoints; bf16 halves them, rounded "
         "stochastically by seed and step", choices=("float32", "bf16"))
+    matmul: str = option(
+        "bf16", "products of the layer on a GPU: fp8 computes them in float8 (e4m3 by rows, from Ada and Hopper on); "
+        "weights, their gradients, fc and head stay as they are", choices=("bf16", "fp8"))
     accumulation: int = option(1, "batches summed up for one optimizer step", unit="batches", minimum=1)
     ttt_steps: int = option(3, "training-time-test steps: how many tokens ahead the drafter is trained", minimum=1)
     ttt_step_loss_decay: float = option(1.0, "weight of step k's loss is this to the power k", minimum=0.0)

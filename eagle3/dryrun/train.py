@@ -55,7 +55,8 @@ def describe(options: TrainOptions, stage: Stage, facts: Verifier, states: Path,
         activations = drafter.activation_bytes(rows, steps, bf16=bf16, fused=fused, recompute=again)
         if not (bf16 and fused):
             return activations, state + whole + activations
-        return activations, drafter.step.peak(rows, steps, moments=2 * moment, processes=train.gpus, recompute=again)
+        return activations, drafter.step.peak(rows, steps, moments=2 * moment, processes=train.gpus, recompute=again,
+                                              fp8=train.matmul == "fp8")
 
     if train.recompute == "auto" and (visible := machine.gpus()) and not dry.elsewhere:
         least = min(gpu.total_mib for gpu in visible) * machine.MIB

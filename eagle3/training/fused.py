@@ -17,16 +17,17 @@ from eagle3.training.batches import Batch
 from eagle3.training.products import Product, Reader, in_half
 
 
-def logits_by_step(model: Any, batch: Batch, steps: int) -> Iterator[torch.Tensor]:
-    """Yield for each TTT step the draft logits [N, D] of the rows that are judged there."""
+def logits_by_step(model: Any, batch: Batch, steps: int, fp8: bool = False) -> Iterator[torch.Tensor]:
+    """Yield for each TTT step the draft logits [N, D] of the rows that are judged there; `fp8`: float8.py says which
+    products are in float8."""
     layer, own, mlp = model.layers[0], model.layers[0].self_attn, model.layers[0].mlp
     layout, rows = Layout.of(batch.spans, batch.ids.device), [len(batch.rows)] * steps
     attending = [own.q_proj, own.k_proj, own.v_proj]
     weights = in_half(*(module.weight for module in attending))
-    qkv = Reader(attending, weights, rows, model, batch.ids[batch.rows])
+    qkv = Reader(attending, weights, rows, model, batch.ids[batch.rows], fp8=fp8)
     fc = Product([model.fc], [rows[0], len(layout.context)])
-    o, down = Product([own.o_proj], rows), Product([mlp.down_proj], rows)
-    gate_up = Product([mlp.gate_proj, mlp.up_proj], rows)
+    o, down = Product([own.o_proj], rows, fp8=fp8), Product([mlp.down_proj], rows, fp8=fp8)
+    gate_up = Product([mlp.gate_proj, mlp.up_proj], rows, fp8=fp8)
     head = Product([model.lm_head], [len(judged) for judged, _ in batch.judged[:steps]])
     scales = own.head_dim**-0.5, 1.0, None
 
@@ -39,7 +40,7 @@ def logits_by_step(model: Any, batch: Batch, steps: int) -> Iterator[torch.Tenso
     if len(layout.context):  # prompts: keys and values alone
         hidden = fc(torch.index_select(batch.aux, 0, layout.context, out=fc.inputs(1)), 1)
         weights = weights[len(own.q_proj.weight) :]
-        context = Reader(attending[1:], weights, [len(layout.context)], model, batch.ids[layout.context])
+        context = Reader(attending[1:], weights, [len(layout.context)], model, batch.ids[layout.context], fp8=fp8)
         _, *others = read(context, hidden, 0, batch.positions[layout.context])
         keys, values = (_Woven.apply(*pair, layout) for pair in zip((keys, values), others, strict=True))
     drafted: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -292,3 +292,32 @@ def adamw(
 def _whole_row(hidden: int) -> dict[str, int]:
     block = triton.next_power_of_2(hidden)
     return {"BLOCK": block, "num_warps": min(16, max(1, block // 512))}
+
+
+@triton.jit
+def _to_float8(x, out, scales, columns, stride, LARGEST, LEAST, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row, offsets = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    largest = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, columns, BLOCK):
+        given = tl.load(x + row * stride + start + offsets, mask=start + offsets < columns, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(given), propagate_nan=tl.PropagateNan.ALL)
+    scale = tl.maximum(tl.max(largest, 0), LEAST) / LARGEST
+    tl.store(scales + row, scale)
+    for start in range(0, columns, BLOCK):
+        inside = start + offsets < columns
+        given = tl.load(x + row * stride + start + offsets, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + row * columns + start + offsets, (given / scale).to(out.dtype.element_ty), mask=inside)
+
+
+def to_float8(x: torch.Tensor, form: torch.dtype, largest: float, least: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows of x [N, K] in a float8 form whose largest value is given, and the scale [N, 1] float32 of each.
+
+    Args:
+        x: contiguous within a row. least: what the largest value of a row is taken for at least.
+    """
+    assert x.stride(1) == 1
+    out = torch.empty(x.shape, dtype=form, device=x.device)
+    scales = torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
+    block = min(8192, triton.next_power_of_2(x.shape[1]))
+    _to_float8[(len(x),)](x, out, scales, x.shape[1], x.stride(0), largest, least, BLOCK=block, num_warps=8)
+    return out, scales

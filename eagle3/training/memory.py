@@ -29,9 +29,10 @@ class Step:
     trained: int
     frozen: int
 
-    def fixed(self, moments: int = 2 * _FULL, processes: int = 1, half: bool = True) -> int:
-        """Return bytes of weights, moments, copies in bf16 and frozen weights; gradients come as products end."""
-        copies = _HALF * half
+    def fixed(self, moments: int = 2 * _FULL, processes: int = 1, half: bool = True, fp8: bool = False) -> int:
+        """Return bytes of weights, moments, copies in bf16 and frozen weights; gradients come as products end. Copies
+        in float8 are two, by rows and by columns."""
+        copies = _HALF * half + 2 * fp8
         return self.trained * (_FULL + moments) // processes + self.trained * copies + self.frozen * (
             _HALF if half else _FULL)
 
@@ -84,11 +85,11 @@ class Step:
             one *= steps
         return one * (1 if half else 2)
 
-    def peak(self, rows: int, steps: int, *, moments: int = 2 * _FULL, processes: int = 1, recompute: bool = False
-             ) -> int:
+    def peak(self, rows: int, steps: int, *, moments: int = 2 * _FULL, processes: int = 1, recompute: bool = False,
+             fp8: bool = False) -> int:
         """Return the most bytes that a fused step in bf16 takes: while all activations are there no gradient is but the
         first (counted as lm_head's size), at its end all gradients are and no activations."""
-        fixed, gradients = self.fixed(moments, processes), _FULL * self.trained // processes
+        fixed, gradients = self.fixed(moments, processes, fp8=fp8), _FULL * self.trained // processes
         if processes > 1:  # FSDP gathers gradients in bf16 and reduces them in float32
             gradients += self.trained * (_HALF + _FULL)
         least = gradients + rows * _HALF * 4 * self.hidden

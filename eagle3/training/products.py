@@ -1,4 +1,5 @@
-"""Matrix products of a training step on a GPU: over copies of the weights in bf16, their gradients in float32.
+"""Matrix products of a training step on a GPU: over copies of the weights in bf16, or of those in float8 (float8.py);
+the weights' gradients in float32.
 
 The copies are kept, and renewed by the optimizer as it writes the weights. The gradient of a matrix is one product over
 all TTT steps: what goes in and what comes back at each lies in one place.
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from eagle3.training import kernels
+from eagle3.training import float8, kernels
 
 # Of each float32 matrix its place in a copy in bf16, the whole of that copy, and the version that was copied.
 _copies: Any = WeakTensorKeyDictionary()
@@ -55,9 +56,11 @@ class Product:
     of the backward pass, the first of the forward one.
     """
 
-    def __init__(self, modules: list[Any], rows: list[int], copy: torch.Tensor | None = None) -> None:
+    def __init__(self, modules: list[Any], rows: list[int], copy: torch.Tensor | None = None, *, fp8: bool = False
+                 ) -> None:
         self.weights = [module.weight for module in modules]
         self.copy = in_half(*self.weights) if copy is None else copy
+        self.low = float8.Matrix(self.copy) if fp8 else None
         self.rows, self.open = rows, sum(count > 0 for count in rows)
         self.kept = torch.is_grad_enabled() and any(weight.requires_grad for weight in self.weights)
         self.x: torch.Tensor | None = None
@@ -96,9 +99,13 @@ class Product:
         """Return the product [R, o]; `in_place`: its gradient will be put in its place."""
         return _Times.apply(x, self, step, in_place, *self.weights)  # type: ignore[no-any-return]
 
-    def times(self, x: torch.Tensor, step: int) -> torch.Tensor:
-        """Return the product [R, o] of a step."""
-        return x @ self.copy.T
+    def times(self, x: torch.Tensor, step: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the product [R, o] of a step, in `out` if given."""
+        return self.low.times(x, out) if self.low else torch.mm(x, self.copy.T, out=out)
+
+    def back(self, given: torch.Tensor) -> torch.Tensor:
+        """Return the gradient [R, i] of what went in, from that of what came out."""
+        return self.low.back(given) if self.low else given @ self.copy
 
     def done(self) -> list[torch.Tensor | None]:
         """Take it that one more step has left its gradient; with the last, add to those of float32 weights, and return
@@ -124,9 +131,10 @@ class Reader(Product):
     past the end of their text read a wrong one; they carry no loss at that step, and no gradient.
     """
 
-    def __init__(self, modules: list[Any], copy: torch.Tensor, rows: list[int], model: Any, ids: torch.Tensor) -> None:
-        super().__init__(modules, rows, copy)
-        self.words, self.copy = self.copy.chunk(2, 1)
+    def __init__(self, modules: list[Any], copy: torch.Tensor, rows: list[int], model: Any, ids: torch.Tensor, *,
+                 fp8: bool = False) -> None:
+        self.words, mine = copy.chunk(2, 1)
+        super().__init__(modules, rows, mine, fp8=fp8)
         self.norm, self.table, self.ids = model.layers[0].input_layernorm, model.embed_tokens.weight.detach(), ids
         self.embedded = self.copy.new_empty(rows[0], self.words.shape[1])
         with torch.no_grad():
@@ -135,9 +143,10 @@ class Reader(Product):
             self.shares = self.copy.new_zeros(rows[0] + len(rows) - 1, len(self.copy))
             torch.mm(self.embedded, self.words.T, out=self.shares[: rows[0]])
 
-    def times(self, x: torch.Tensor, step: int) -> torch.Tensor:
+    def times(self, x: torch.Tensor, step: int, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the product [R, o] of a step."""
-        return torch.addmm(self.shares[step : step + self.rows[step]], x, self.copy.T)
+        share = self.shares[step : step + self.rows[step]]
+        return self.low.times(x, out).add_(share) if self.low else torch.addmm(share, x, self.copy.T, out=out)
 
     def heads(self, x: torch.Tensor, step: int, rope: tuple[torch.Tensor, torch.Tensor],
               scales: tuple[float | None, ...]) -> tuple[torch.Tensor, ...]:
@@ -180,13 +189,13 @@ class _Times(torch.autograd.Function):
                 *weights: torch.Tensor) -> torch.Tensor:
         product.keep(x, product.inputs, step)
         ctx.product, ctx.step = product, step
-        return torch.mm(x, product.copy.T, out=product.outputs(step)) if in_place else product.times(x, step)
+        return product.times(x, step, product.outputs(step) if in_place else None)
 
     @staticmethod
     def backward(ctx: Any, given: torch.Tensor) -> Any:  # type: ignore[override]
         product = ctx.product
         product.keep(given, product.outputs, ctx.step)
-        dx = given @ product.copy if ctx.needs_input_grad[0] else None
+        dx = product.back(given) if ctx.needs_input_grad[0] else None
         return (dx, None, None, None, *product.done())
 
 
@@ -215,5 +224,5 @@ class _Heads(torch.autograd.Function):
                 own.copy_(part)
             else:
                 kernels.rotate(part.contiguous(), cos, sin, scale, own, back=True)
-        dx = gradient @ ctx.product.copy if ctx.needs_input_grad[0] else None
+        dx = ctx.product.back(gradient) if ctx.needs_input_grad[0] else None
         return (dx, None, None, None, None, None, *ctx.product.done())

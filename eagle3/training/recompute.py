@@ -17,7 +17,7 @@ from eagle3.training.batches import Batch
 from eagle3.training.products import Product, Reader, in_half
 
 
-def hidden_by_step(model: Any, batch: Batch, steps: int) -> Iterator[torch.Tensor]:
+def hidden_by_step(model: Any, batch: Batch, steps: int, fp8: bool = False) -> Iterator[torch.Tensor]:
     """Yield for each TTT step the normed hidden states [N, H] of the rows that are judged there."""
     layout, rows = Layout.of(batch.spans, batch.ids.device), batch.rows
     fc = Product([model.fc], [len(rows), len(layout.context)])
@@ -25,11 +25,11 @@ def hidden_by_step(model: Any, batch: Batch, steps: int) -> Iterator[torch.Tenso
     context: tuple[torch.Tensor, ...] = ()
     if len(layout.context):
         hidden = fc(torch.index_select(batch.aux, 0, layout.context, out=fc.inputs(1)), 1)
-        context = checkpoint(_context, model, batch, layout, hidden, use_reentrant=True, preserve_rng_state=False)
+        context = checkpoint(_context, model, batch, layout, hidden, fp8, use_reentrant=True, preserve_rng_state=False)
     keys, drafted = context, list[torch.Tensor]()
     for step in range(steps):
-        residual, normed, *pair = checkpoint(_step, model, batch, layout, step, residual, len(keys), *keys, *drafted,
-                                             use_reentrant=True, preserve_rng_state=False)
+        residual, normed, *pair = checkpoint(_step, model, batch, layout, fp8, step, residual, len(keys), *keys,
+                                             *drafted, use_reentrant=True, preserve_rng_state=False)
         if step:
             drafted += pair
         else:
@@ -43,16 +43,18 @@ def head(model: Any, hidden: torch.Tensor) -> torch.Tensor:
     return product(hidden, 0, in_place=True)
 
 
-def _context(model: Any, batch: Batch, layout: Layout, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _context(model: Any, batch: Batch, layout: Layout, hidden: torch.Tensor, fp8: bool
+             ) -> tuple[torch.Tensor, ...]:
     """Return keys and values [C, KV heads, d] of the positions that are no rows."""
     own = model.layers[0].self_attn
     weights = in_half(*(module.weight for module in (own.q_proj, own.k_proj, own.v_proj)))[len(own.q_proj.weight) :]
-    part = Reader([own.k_proj, own.v_proj], weights, [len(layout.context)], model, batch.ids[layout.context])
+    part = Reader([own.k_proj, own.v_proj], weights, [len(layout.context)], model, batch.ids[layout.context],
+                  fp8=fp8)
     _, *pair = _read(model, part, hidden, batch.positions[layout.context], (1.0, None))
     return tuple(pair)
 
 
-def _step(model: Any, batch: Batch, layout: Layout, step: int, residual: torch.Tensor, known: int,
+def _step(model: Any, batch: Batch, layout: Layout, fp8: bool, step: int, residual: torch.Tensor, known: int,
           *states: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the stream [R, H] that leaves a step, the normed states [N, H] of the judged rows, and keys and values:
     of the first step those of the whole text, of a later one its own.
@@ -64,9 +66,10 @@ def _step(model: Any, batch: Batch, layout: Layout, step: int, residual: torch.T
     layer, own, mlp = model.layers[0], model.layers[0].self_attn, model.layers[0].mlp
     attending, rows = [own.q_proj, own.k_proj, own.v_proj], [len(batch.rows)]
     ids = batch.ids[(batch.rows + step).clamp(max=len(batch.ids) - 1)]
-    qkv = Reader(attending, in_half(*(module.weight for module in attending)), rows, model, ids)
-    o, down = Product([own.o_proj], rows), Product([mlp.down_proj], rows)
-    gate_up = Product([mlp.gate_proj, mlp.up_proj], rows)
+    qkv = Reader(attending, in_half(*(module.weight for module in attending)), rows, model, ids,
+                 fp8=fp8)
+    o, down = Product([own.o_proj], rows, fp8=fp8), Product([mlp.down_proj], rows, fp8=fp8)
+    gate_up = Product([mlp.gate_proj, mlp.up_proj], rows, fp8=fp8)
     residual, query, *pair = _read(model, qkv, residual, batch.positions[batch.rows] + step,
                                    (own.head_dim**-0.5, 1.0, None))
     drafted = [*states[known:], *pair] if step else []

@@ -245,7 +245,8 @@ class Trainer:
             self._objective.set_requires_gradient_sync(last)
         with self._autocast:
             return self._objective(  # type: ignore[no-any-return]
-                batch and batch.used_here(), self.options.ttt_steps, *self._loss, counts, self.recompute)
+                batch and batch.used_here(), self.options.ttt_steps, *self._loss, counts, self.recompute,
+                self.options.matmul == "fp8")
 
     def _has_to_recompute(self) -> bool:
         """Say whether layer, head and loss are computed again in the backward pass."""
@@ -253,7 +254,8 @@ class Trainer:
         if options.recompute != "auto" or device.type != "cuda":
             return options.recompute == "on"
         sizes, moments = step_of(self.model), 4 if options.moments == "bf16" else 8
-        needed = sizes.peak(options.batch_tokens, options.ttt_steps, moments=moments, processes=self.processes.world)
+        needed = sizes.peak(options.batch_tokens, options.ttt_steps, moments=moments, processes=self.processes.world,
+                            fp8=options.matmul == "fp8")
         if options.loss != "kl_div" or ttt.has_norms(self.model) or not (self.bf16 and ttt.fused_on(device)):
             needed = sizes.fixed(moments, self.processes.world, self.bf16) + 4 * sizes.trained + sizes.plain(
                 options.batch_tokens, options.ttt_steps, self.bf16)

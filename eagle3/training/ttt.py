@@ -70,10 +70,10 @@ def _step(model: Any, batch: Batch, step: int, inputs: torch.Tensor | None, resi
     return normed if model.config.norm_output else residual, normed, *pair
 
 
-def logits_by_step(model: Any, batch: Batch, steps: int) -> Iterator[torch.Tensor]:
-    """Yield for each TTT step the draft logits [N, D] of the rows that are judged there."""
+def logits_by_step(model: Any, batch: Batch, steps: int, fp8: bool = False) -> Iterator[torch.Tensor]:
+    """Yield for each TTT step the draft logits [N, D] of the rows that are judged there; `fp8`: in the fused form."""
     if (fused := _fused(batch.aux)) and not has_norms(model):
-        yield from fused.logits_by_step(model, batch, steps)
+        yield from fused.logits_by_step(model, batch, steps, fp8)
         return
     for hidden, (judged, _) in zip(hidden_by_step(model, batch, steps), batch.judged, strict=False):
         yield model.lm_head(hidden[judged])
@@ -89,7 +89,7 @@ def teacher_logits(model: Any, batch: Batch) -> torch.Tensor:
 
 
 def loss(model: Any, batch: Batch, steps: int, loss_config: dict[str, Any], decay: float = 1.0,
-         counts: torch.Tensor | None = None, recompute: bool = False) -> torch.Tensor:
+         counts: torch.Tensor | None = None, recompute: bool = False, fp8: bool = False) -> torch.Tensor:
     """Return the loss [steps], each step's summed over its positions and weighted with decay to the power step.
 
     Args:
@@ -97,10 +97,11 @@ def loss(model: Any, batch: Batch, steps: int, loss_config: dict[str, Any], deca
         counts: [steps, 3] int64; what `acceptance.accuracy_counts` counts is added to it.
         recompute: keep little for the backward pass: the layer is computed again there, head and loss too, the latter
             in chunks of rows both times.
+        fp8: compute the layer's products in float8 (float8.py), where the fused form is taken.
     """
     targets, losses, correct = teacher_logits(model, batch), [], batch.mask
     each = _in_chunks if recompute else _at_once
-    for step, (summed, best) in enumerate(each(model, batch, steps, loss_config, targets)):
+    for step, (summed, best) in enumerate(each(model, batch, steps, loss_config, targets, fp8)):
         if counts is not None:
             correct = _count(model, batch, step, best(), correct, counts[step])
         losses.append(summed * decay**step)
@@ -110,19 +111,21 @@ def loss(model: Any, batch: Batch, steps: int, loss_config: dict[str, Any], deca
 Judged = Iterator[tuple[torch.Tensor, Callable[[], torch.Tensor]]]  # a step's loss [], and its draft tokens [N]
 
 
-def _at_once(model: Any, batch: Batch, steps: int, loss_config: dict[str, Any], targets: torch.Tensor) -> Judged:
-    for step, logits in enumerate(logits_by_step(model, batch, steps)):
+def _at_once(model: Any, batch: Batch, steps: int, loss_config: dict[str, Any], targets: torch.Tensor, fp8: bool
+             ) -> Judged:
+    for step, logits in enumerate(logits_by_step(model, batch, steps, fp8)):
         best = functools.partial(logits.detach().argmax, -1)
         yield _step_loss(logits, targets, batch.judged[step][1], loss_config), best
 
 
-def _in_chunks(model: Any, batch: Batch, steps: int, loss_config: dict[str, Any], targets: torch.Tensor) -> Judged:
+def _in_chunks(model: Any, batch: Batch, steps: int, loss_config: dict[str, Any], targets: torch.Tensor, fp8: bool
+               ) -> Judged:
     """The same with logits of a few thousand rows at a time, in the forward pass and again in the backward one."""
     fused = bool(_fused(batch.aux)) and not has_norms(model)
     if fused:
         from eagle3.training import recompute
 
-        hiddens = recompute.hidden_by_step(model, batch, steps)
+        hiddens = recompute.hidden_by_step(model, batch, steps, fp8)
     else:
         hiddens = hidden_by_step(model, batch, steps, recompute=True)
 

@@ -158,6 +158,37 @@ def test_the_gradient_of_a_product_is_that_of_all_its_steps(products, dtype):
         assert (x.grad - expected).norm() / expected.norm() < 2 * FEW
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(1, 16), (300, 576), (77, 36864)])
+def test_rows_in_float8_are_those_of_a_cpu(products, rows, columns):
+    from eagle3.training import float8
+
+    x = torch.cat([random(rows, columns) * torch.logspace(-3, 3, rows, device="cuda")[:, None].bfloat16(),
+                   torch.zeros(1, columns, device="cuda").bfloat16()])
+    both = torch.cat([x, x], 1)[:, columns:]  # rows that do not lie one behind the other
+    (found, scales), (expected, theirs) = float8.by_rows(both), float8.by_rows(x.cpu())
+    assert torch.allclose(scales.cpu(), theirs, rtol=1e-6)
+    same = found.cpu().view(torch.uint8) == expected.view(torch.uint8)
+    assert same.float().mean() > 0.999  # a quotient between two values may be rounded to either
+    x[0, 3] = math.nan
+    assert float8.by_rows(x)[0][0].float().isnan().all() and not float8.by_rows(x)[0][1:].float().isnan().any()
+
+
+def test_products_in_float8_and_their_gradients(products):
+    torch.manual_seed(0)
+    weights = [torch.nn.Parameter(torch.randn(size, 128, device="cuda")) for size in (96, 160)]
+    x = random(70, 128).requires_grad_()
+    for in_place in (False, True):
+        product = products.Product([module(weight) for weight in weights], [70], fp8=True)
+        out, given = product(x, 0, in_place=in_place), random(70, 256)
+        exact, kept = x.detach().double() @ torch.cat(weights).double().T, out.detach().double().clone()
+        assert (kept - exact).norm() / exact.norm() < 0.05
+        x.grad = None
+        out.backward(given)
+        exact = given.double() @ torch.cat(weights).detach().double()
+        assert (x.grad - exact).norm() / exact.norm() < 0.05
+    assert all(weight.grad.dtype == torch.float32 for weight in weights)
+
+
 @pytest.mark.parametrize("width", [96, 18432])
 def test_swiglu(fused, width):
     def plain(x):
@@ -225,7 +256,7 @@ def test_fp8_states_decode_as_on_a_cpu():
     assert torch.equal(stored.states(torch.device("cuda")).cpu(), stored.states())
 
 
-def gradients_of(prepared, tiny_model, dtype, norms=(), loss="kl_div", recompute="off"):
+def gradients_of(prepared, tiny_model, dtype, norms=(), loss="kl_div", recompute="off", matmul="bf16"):
     """Return loss and gradients of a batch on a drafter and states of the tests."""
     from support.trainers import trainer_of
 
@@ -233,7 +264,7 @@ def gradients_of(prepared, tiny_model, dtype, norms=(), loss="kl_div", recompute
     from eagle3.training import trainer as training
 
     processes = training.Processes(0, 1, torch.device("cuda", 0))
-    options = TrainSection(batch_tokens=100, dtype=dtype, loss=loss, recompute=recompute)
+    options = TrainSection(batch_tokens=100, dtype=dtype, loss=loss, recompute=recompute, matmul=matmul)
     trainer, steps, _ = trainer_of(prepared, tiny_model, processes, options=options, norms=norms)
     trainer.model.cuda()
     batch = trainer.load_batch(steps[0][0])
@@ -263,6 +294,15 @@ def test_a_recomputed_step_has_the_same_loss_and_gradients(fused, prepared, tiny
     assert torch.allclose(expected, found, rtol=2e-3)
     for name, gradient in gradients.items():
         assert (gradient - theirs[name]).norm() / gradient.norm() < 0.01, name
+
+
+@pytest.mark.parametrize("recompute", ["off", "on"])
+def test_a_step_in_float8_is_near_the_one_in_bf16(fused, prepared, tiny_model, recompute):
+    expected, gradients = gradients_of(prepared, tiny_model, "bfloat16")
+    found, theirs = gradients_of(prepared, tiny_model, "bfloat16", recompute=recompute, matmul="fp8")
+    assert torch.allclose(expected, found, rtol=0.02) and not torch.equal(expected, found)
+    for name, gradient in gradients.items():
+        assert (gradient - theirs[name]).norm() / gradient.norm() < 0.2, name
 
 
 def test_moments_in_bf16_are_rounded_alike_again_and_near_those_in_float32(products):
