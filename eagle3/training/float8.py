@@ -46,7 +46,7 @@ class Matrix:
 def by_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rows of x [R, K] in float8, and the scale [R, 1] float32 of each: its largest value over 448.
 
-    What is not finite makes its row NaN.
+    What is not finite leaves a NaN in its row, and so in all of a product with it.
     """
     if x.is_cuda:
         from eagle3.training import kernels

@@ -300,7 +300,7 @@ def _to_float8(x, out, scales, columns, stride, LARGEST, LEAST, BLOCK: tl.conste
     largest = tl.zeros([BLOCK], tl.float32)
     for start in range(0, columns, BLOCK):
         given = tl.load(x + row * stride + start + offsets, mask=start + offsets < columns, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, tl.abs(given), propagate_nan=tl.PropagateNan.ALL)
+        largest = tl.maximum(largest, tl.abs(given))
     scale = tl.maximum(tl.max(largest, 0), LEAST) / LARGEST
     tl.store(scales + row, scale)
     for start in range(0, columns, BLOCK):

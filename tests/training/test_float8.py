@@ -61,3 +61,11 @@ def test_stage_04_refuses_it_before_it_trains(prepared, tiny_model, tmp_path):
     refused = run_stage(*train, check=3)
     assert "cannot be in float8" in refused.stderr and "no GPU is in use" in refused.stderr
     assert not (tmp_path / "04_train/checkpoints").exists()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_makes_its_row_of_a_product_nan(value):
+    x, whole = torch.ones(3, 32).bfloat16(), torch.ones(16, 32).bfloat16()
+    x[1, 5] = value
+    found = float8.Matrix(whole).times(x)
+    assert found[1].isnan().all() and not found[[0, 2]].isnan().any()

@@ -169,8 +169,9 @@ def test_rows_in_float8_are_those_of_a_cpu(products, rows, columns):
     assert torch.allclose(scales.cpu(), theirs, rtol=1e-6)
     same = found.cpu().view(torch.uint8) == expected.view(torch.uint8)
     assert same.float().mean() > 0.999  # a quotient between two values may be rounded to either
-    x[0, 3] = math.nan
-    assert float8.by_rows(x)[0][0].float().isnan().all() and not float8.by_rows(x)[0][1:].float().isnan().any()
+    for value in (math.nan, math.inf):
+        x[0, 3] = value
+        assert float8.by_rows(x)[0][0].float().isnan().any() and not float8.by_rows(x)[0][1:].float().isnan().any()
 
 
 def test_products_in_float8_and_their_gradients(products):
