@@ -2,9 +2,9 @@
 
 Both sides get the same samples of one run, the same draft vocabulary, as many epochs and TTT steps, the same number of
 tokens in a batch; the samples that stage 04 holds out with a seed are held out on both sides. The peer's other settings
-are its defaults, and of its learning rates the one that is best in the mean over seeds counts. Each drafter is exported
-by stage 05 and walked over the held-out samples by the same code: the predicted acceptance length. Stage 06 measures an
-export like any other (--drafter OUT/peer-0.001-s0-export/vllm).
+are its defaults, but for its window of 2,048 tokens, which shorter texts do not notice and stage 05 refuses; of its
+learning rates the one that is best in the mean over seeds counts. Each drafter is exported by stage 05 and walked over
+the held-out samples by the same code: the predicted acceptance length. Stage 06 measures an export like any other (--drafter OUT/peer-0.001-s0-export/vllm).
 
   python benchmarks/recipe_against_speculators.py --config recipes/smollm2-135m.yaml --run-dir runs/smollm2-self \
       --seeds 0 1 2 --peer-lrs 3e-4 1e-3 3e-3
@@ -175,7 +175,8 @@ def peer_flags(given: argparse.Namespace, options: TrainOptions, judge: Judge, l
             str(draft_vocab), "--target-layer-ids", *map(str, judge.layers[:-1]), *fp8, "--on-missing", "raise",
             "--total-seq-len", str(train.batch_tokens), "--train-data-ratio", repr(share), "--epochs",
             str(train.epochs), "--ttt-steps", str(train.ttt_steps), "--lr", str(lr), "--seed", str(seed), "--save-best",
-            "--no-resume-from-checkpoint", "--save-path", str(folder), *shlex.split(given.peer_flags)]
+            "--no-resume-from-checkpoint", "--full-attention-indices", "0", "--save-path", str(folder),
+            *shlex.split(given.peer_flags)]
 
 
 if __name__ == "__main__":
