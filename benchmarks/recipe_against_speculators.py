@@ -4,7 +4,8 @@ Both sides get the same samples of one run, the same draft vocabulary, as many e
 tokens in a batch; the samples that stage 04 holds out with a seed are held out on both sides. The peer's other settings
 are its defaults, but for its window of 2,048 tokens, which shorter texts do not notice and stage 05 refuses; of its
 learning rates the one that is best in the mean over seeds counts. Each drafter is exported by stage 05 and walked over
-the held-out samples by the same code: the predicted acceptance length. Stage 06 measures an export like any other (--drafter OUT/peer-0.001-s0-export/vllm).
+the held-out samples by the same code: the predicted acceptance length. Stage 06 measures an export like any other
+(--drafter OUT/peer-0.001-s0-export/vllm).
 
   python benchmarks/recipe_against_speculators.py --config recipes/smollm2-135m.yaml --run-dir runs/smollm2-self \
       --seeds 0 1 2 --peer-lrs 3e-4 1e-3 3e-3

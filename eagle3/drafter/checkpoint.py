@@ -13,7 +13,7 @@ from typing import Any
 from eagle3.common import files, proofs, tensor_files
 from eagle3.common.errors import PreconditionError
 from eagle3.common.tensor_files import Entry
-from eagle3.drafter.flat_config import IDS, TRAINED_NORMS, engine_config, flat_config, ids_of
+from eagle3.drafter.flat_config import IDS, NORM_FLAGS, engine_config, flat_config, ids_of
 from eagle3.drafter.verifier import Verifier, read, shared_entries
 
 # Parameters of Eagle3DraftModel that are the verifier's and never trained or shipped.
@@ -219,9 +219,9 @@ def trained_norms(checkpoint: Path) -> list[str]:
     """Return the norm flags that stage 04 trained a checkpoint with; none where it does not say, as before it could."""
     counters = files.read_json(checkpoint / TRAINING, fix=_ANOTHER) if (checkpoint / TRAINING).is_file() else {}
     norms = counters.get("norms") or [] if isinstance(counters, dict) else []
-    if not isinstance(norms, list) or not set(map(str, norms)) <= set(TRAINED_NORMS):
+    if not isinstance(norms, list) or not set(map(str, norms)) <= set(NORM_FLAGS):
         raise PreconditionError("not what stage 04 writes", where=checkpoint / TRAINING,
-                                expected="norms: some of " + ", ".join(TRAINED_NORMS), found=f"{norms!r:.80}",
+                                expected="norms: some of " + ", ".join(NORM_FLAGS), found=f"{norms!r:.80}",
                                 fix=_ANOTHER)
     return [str(name) for name in norms]
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from eagle3.drafter.verifier import Verifier
 
 NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-TRAINED_NORMS = NORM_FLAGS[1:]  # those that stage 04 can train with
+TRAINED_NORMS = NORM_FLAGS[1:]  # those that stage 04 begins with if asked to: SGLang never reads the first
 IDS = "eagle_aux_hidden_state_layer_ids"
 # What transformers' LlamaConfig takes when a config.json leaves it out, as configs of speculators do.
 LLAMA_DEFAULTS: dict[str, Any] = {

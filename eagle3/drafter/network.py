@@ -24,7 +24,7 @@ from eagle3.drafter.checkpoint import (
     expected_shapes,
     training_record,
 )
-from eagle3.drafter.flat_config import IDS, TRAINED_NORMS, default_ids, layer_shape
+from eagle3.drafter.flat_config import IDS, NORM_FLAGS, default_ids, layer_shape
 from eagle3.drafter.teacher import fit_modules
 from eagle3.drafter.verifier import NORM_BIAS, Verifier, load_layer_weights, load_shared_weights
 from eagle3.drafter.vocab import published_mapping
@@ -50,7 +50,7 @@ def build(
         layers: the four captured layers; all but the last are the auxiliary ids.
         d2t, t2d: the vocabulary mapping, int64 [D] and bool [V].
         shape: from `layer_shape`.
-        norms: those of TRAINED_NORMS that it has.
+        norms: those of NORM_FLAGS that it has.
     """
     if len(t2d) != verifier.vocab_size:
         raise PreconditionError("the mapping is of another vocabulary", expected=f"{verifier.vocab_size} target ids",
@@ -146,10 +146,6 @@ def published(folder: Path, verifier: Verifier) -> Export:
     if types:
         raise PreconditionError("the drafter's weights are quantized or of an unknown type", where=folder,
                                 expected=" or ".join(_WEIGHT_TYPES), found=types)
-    if export.flat["norm_before_residual"]:
-        raise PreconditionError("the drafter has a norm that is not computed here", where=folder,
-                                expected="norm_before_residual false", found="norm_before_residual true",
-                                fix="take a drafter without it, or train a fresh one")
     return export
 
 
@@ -221,7 +217,7 @@ def _from_checkpoint(export: Export, layers: list[int], *, own_embedding: bool) 
     fixed = {"vocab_size": verifier.vocab_size, "num_hidden_layers": 1, "tie_word_embeddings": False}
     shape = {name: flat[name] for name in layer_shape(verifier)} | fixed
     with torch.device("meta"):
-        model = _empty_model(verifier, layers, len(d2t), shape, [name for name in TRAINED_NORMS if flat[name]])
+        model = _empty_model(verifier, layers, len(d2t), shape, [name for name in NORM_FLAGS if flat[name]])
     model.rotary_emb = type(model.rotary_emb)(model.rotary_emb.config)  # the one part that is computed, not loaded
     if model.use_draft_vocab:
         model.d2t, model.t2d = d2t, t2d
@@ -255,8 +251,7 @@ def _empty_model(verifier: Verifier, layers: list[int], draft_vocab_size: int, s
     config = Eagle3SpeculatorConfig(
         transformer_layer_config=layer_config,
         draft_vocab_size=draft_vocab_size,
-        norm_before_residual=False,  # what SGLang always does
-        **dict.fromkeys(norms, True),
+        **{name: name in norms for name in NORM_FLAGS},
         eagle_aux_hidden_state_layer_ids=layers[:-1],
         speculators_config=SpeculatorsConfig(
             algorithm="eagle3",
@@ -271,8 +266,8 @@ def _empty_model(verifier: Verifier, layers: list[int], draft_vocab_size: int, s
 
 
 def norms_of(model: Any) -> list[str]:
-    """Return those of TRAINED_NORMS that a drafter has."""
-    return [name for name in TRAINED_NORMS if getattr(model.config, name)]
+    """Return those of NORM_FLAGS that a drafter has."""
+    return [name for name in NORM_FLAGS if getattr(model.config, name)]
 
 
 def served_config(model: Any, verifier: Verifier) -> dict[str, Any]:
@@ -291,8 +286,7 @@ def served_config(model: Any, verifier: Verifier) -> dict[str, Any]:
         "rope_scaling": None if rope["rope_type"] == "default" else rope,
         "eagle_aux_hidden_state_layer_ids": list(model.config.eagle_aux_hidden_state_layer_ids),
         "num_aux_hidden_states": len(model.config.eagle_aux_hidden_state_layer_ids),
-        "norm_before_residual": False,
-        **{name: name in norms_of(model) for name in TRAINED_NORMS},
+        **{name: name in norms_of(model) for name in NORM_FLAGS},
         "torch_dtype": "bfloat16",
         "dtype": "bfloat16",
     }

@@ -6,7 +6,7 @@ from pathlib import Path
 from eagle3.common import log, machine
 from eagle3.common.options import TrainOptions
 from eagle3.common.stage import Stage
-from eagle3.drafter.flat_config import TRAINED_NORMS, layer_shape
+from eagle3.drafter.flat_config import NORM_FLAGS, TRAINED_NORMS, layer_shape
 from eagle3.drafter.verifier import Verifier
 from eagle3.dryrun import estimates, foreseen
 from eagle3.dryrun.dry_run import DryRun
@@ -46,7 +46,7 @@ def describe(options: TrainOptions, stage: Stage, facts: Verifier, states: Path,
             f"every {train.save_every_min:g} minutes, up to {kept} kept and one being written (estimate)")
     dry.say("starts", f"{train.gpus} processes of this script, one a GPU" if train.gpus > 1 else "one process")
     bf16 = dry.trains_in_bf16(train.dtype)
-    fused = train.loss == "kl_div" and not any((layer or {}).get(name) for name in TRAINED_NORMS)
+    fused = train.loss == "kl_div" and not any((layer or {}).get(name) for name in NORM_FLAGS)
     state, whole = drafter.state_bytes(train.gpus, moment), drafter.whole_bytes(train.gpus, bf16)
     again = train.recompute == "on"
 

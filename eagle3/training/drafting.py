@@ -43,7 +43,7 @@ def draft(model: Any, batch: Batch, depth: int) -> tuple[torch.Tensor, torch.Ten
     """
     layer, own = model.layers[0], model.layers[0].self_attn
     size, starts = own.head_dim, _starts(batch)
-    hidden = _product(model.fc, batch.aux)
+    hidden = _product(model.fc, ttt.normed_states(model, batch.aux))
     keys, values = _keys_and_values(model, batch.ids, batch.positions, hidden)
     tokens = torch.full((len(batch.ids), depth), -1, device=hidden.device)
     right = torch.zeros(len(batch.ids), dtype=torch.int64, device=hidden.device)
@@ -56,9 +56,10 @@ def draft(model: Any, batch: Batch, depth: int) -> tuple[torch.Tensor, torch.Ten
         query = _heads(own.q_proj, ttt._layer_input(model, layer, ids, hidden), size)
         query = ttt._rotate(query, *_rotary(model, positions), size**-0.5)
         attended = _attend(query, keys, values, drafted, rows, starts)
-        hidden = hidden + _product(own.o_proj, attended.flatten(1))
+        hidden = ttt.stream_of(model, hidden) + _product(own.o_proj, attended.flatten(1))
         hidden = hidden + _product(layer.mlp, layer.post_attention_layernorm(hidden), layer.mlp.down_proj.weight.dtype)
-        best = _product(model.lm_head, model.norm(hidden)).argmax(-1)
+        normed = model.norm(hidden)
+        best, hidden = _product(model.lm_head, normed).argmax(-1), ttt.handed_on(model, hidden, normed)
         best = best if model.d2t is None else best + model.d2t[best]
         tokens[rows, step] = best
         same = matches(best, batch.ids[rows + step + 1])

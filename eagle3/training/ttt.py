@@ -18,6 +18,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from eagle3.common.log import logger
+from eagle3.drafter.flat_config import NORM_FLAGS
 from eagle3.training.attention import attend
 from eagle3.training.batches import Batch
 from eagle3.training.memory import CHUNK
@@ -34,7 +35,7 @@ def hidden_by_step(model: Any, batch: Batch, steps: int, *, recompute: bool = Fa
     """
     layer, attention = model.layers[0], model.layers[0].self_attn
     rows, heads = batch.rows, (-1, attention.head_dim)
-    residual = model.fc(_normed_states(model, batch.aux))
+    residual = model.fc(normed_states(model, batch.aux))
     inputs = _layer_input(model, layer, batch.ids, residual)
     cos, sin = _rotary(model, batch.positions, inputs)
     keys = _rotate(attention.k_proj(inputs).unflatten(-1, heads), cos, sin)
@@ -64,10 +65,11 @@ def _step(model: Any, batch: Batch, step: int, inputs: torch.Tensor | None, resi
         drafted = [*drafted, (pair[0], pair[1])]
     query = _rotate(attention.q_proj(inputs).unflatten(-1, heads), cos, sin, attention.head_dim**-0.5)
     attended = attend(query, keys, values, drafted, batch.spans)
+    residual = stream_of(model, residual)
     residual = residual + attention.o_proj(attended.flatten(1))
     residual = residual + layer.mlp(layer.post_attention_layernorm(residual))
     normed = model.norm(residual)
-    return normed if model.config.norm_output else residual, normed, *pair
+    return handed_on(model, residual, normed), normed, *pair
 
 
 def logits_by_step(model: Any, batch: Batch, steps: int, fp8: bool = False) -> Iterator[torch.Tensor]:
@@ -186,10 +188,10 @@ def _step_loss(logits: torch.Tensor, targets: torch.Tensor, places: torch.Tensor
 
 def has_norms(model: Any) -> bool:
     """Say whether a drafter has norms that the fused form does not know: it is trained in the plain one."""
-    return bool(model.config.fc_norm or model.config.norm_before_fc or model.config.norm_output)
+    return any(getattr(model.config, name) for name in NORM_FLAGS)
 
 
-def _normed_states(model: Any, aux: torch.Tensor) -> torch.Tensor:
+def normed_states(model: Any, aux: torch.Tensor) -> torch.Tensor:
     """Return what fc reads of the captured states [T, 3H]: normed together, each by itself, or as they are."""
     if model.input_norm is not None:
         return model.input_norm(aux)  # type: ignore[no-any-return]
@@ -197,6 +199,16 @@ def _normed_states(model: Any, aux: torch.Tensor) -> torch.Tensor:
         parts = aux.chunk(len(model.fc_norm), dim=-1)
         return torch.cat([norm(part) for norm, part in zip(model.fc_norm, parts, strict=True)], dim=-1)
     return aux
+
+
+def stream_of(model: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """Return what attention and MLP are added to: what a step reads [N, H], or its norm (`norm_before_residual`)."""
+    return model.layers[0].hidden_norm(hidden) if model.config.norm_before_residual else hidden
+
+
+def handed_on(model: Any, hidden: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
+    """Return what the next step reads of this one's output [N, H] and its norm."""
+    return normed if model.config.norm_output else hidden
 
 
 def _layer_input(model: Any, layer: Any, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:

@@ -132,18 +132,22 @@ def test_batches_and_pieces_change_nothing(predict, replies, at_once, monkeypatc
 
 
 @pytest.fixture
-def strong(facts, drafter):
-    """A drafter whose attention decides: random weights, none of the verifier's in its layer."""
-    model = network.load(drafter, facts)
+def strong(facts, parts, request):
+    """A drafter whose attention decides: random weights, none of the verifier's in its layer; with norms, if asked."""
+    model = parts[0](norms=getattr(request, "param", ()))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() > 1 and not name.startswith(("embed", "verifier")):
                 weight.copy_(torch.randn(weight.shape, generator=generator) * (2.0 / weight.shape[1]) ** 0.5)
+            elif name.startswith(("fc_norm", "input_norm", "layers.0.hidden_norm", "norm.")):
+                weight.uniform_(0.2, 3.0, generator=generator)
         model.layers[0].self_attn.o_proj.weight.mul_(6)
     return model
 
 
+@pytest.mark.parametrize("strong", [(), ("fc_norm", "norm_output"), ("norm_before_fc", "norm_output"),
+                                    ("norm_before_residual",)], indirect=True, ids=lambda norms: "+".join(norms))
 def test_every_draft_is_that_of_a_drafter_that_goes_token_by_token(strong, monkeypatch):
     """Texts of random states whose tokens are the drafter's own proposals, four in a row and then another."""
     rng, members, texts, states, depth = np.random.default_rng(0), [], [], [], 4

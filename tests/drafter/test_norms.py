@@ -10,7 +10,8 @@ from eagle3.common.errors import PreconditionError
 from eagle3.drafter import checkpoint, config_keys, export_checks, network
 from eagle3.training import batches, checkpoints, ttt
 
-ALL = [("fc_norm",), ("norm_output",), ("norm_before_fc", "norm_output"), ("fc_norm", "norm_output")]
+ALL = [("fc_norm",), ("norm_output",), ("norm_before_fc", "norm_output"), ("fc_norm", "norm_output"),
+       ("norm_before_residual", "norm_before_fc", "norm_output")]  # the last: what speculators trains by default
 SINCE = {"norm_before_fc": "0.18.0", "fc_norm": "0.22.0", "norm_output": "0.22.0"}
 
 

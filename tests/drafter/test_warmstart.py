@@ -177,7 +177,6 @@ def drop_key(name):
 
 @pytest.mark.parametrize(("changes", "message"), [
     ({"config": {"eagle_aux_hidden_state_layer_ids": [1, 4, 5]}}, r"\[1, 4, 5\].*\n.*\[2, 4, 5\] in the states"),
-    ({"config": {"norm_before_residual": True}}, "norm_before_residual true"),
     ({"config": {"fc_norm": True}}, "missing: fc_norm.0.weight"),
     ({"config": {"hidden_size": 128}, "tensors": replaced("norm.weight", lambda norm: norm.repeat(2))},
      r"norm.weight: \[128\] instead of \[64\]"),

@@ -29,17 +29,23 @@ def drafts(model, ids: list[int], states: torch.Tensor, known: int, depth: int) 
     Args:
         states: [T, A x H] float32, the verifier's auxiliary states.
     """
-    layer, tokens, drafted = model.layers[0], list(ids[1 : known + 1]), []
-    hidden = model.fc(states[:known])
+    layer, tokens, drafted, has = model.layers[0], list(ids[1 : known + 1]), [], model.config
+    states = states[:known]
+    if has.norm_before_fc:
+        states = model.input_norm(states)
+    if has.fc_norm:
+        states = torch.cat([norm(part) for norm, part in zip(model.fc_norm, states.chunk(3, -1), strict=True)], -1)
+    hidden = model.fc(states)
     for _ in range(depth):
         read = torch.cat([layer.input_layernorm(model.embed_tokens(torch.tensor(tokens))), layer.hidden_norm(hidden)],
                          -1)
-        out = hidden + attention(layer.self_attn, read)
+        out = (layer.hidden_norm(hidden) if has.norm_before_residual else hidden) + attention(layer.self_attn, read)
         out = out + layer.mlp(layer.post_attention_layernorm(out))
-        best = int(model.lm_head(model.norm(out[-1])).argmax())
+        normed = model.norm(out[-1:])
+        best = int(model.lm_head(normed).argmax())
         drafted.append(best + int(model.d2t[best]))
         tokens.append(drafted[-1])
-        hidden = torch.cat([hidden, out[-1:]])
+        hidden = torch.cat([hidden, normed if has.norm_output else out[-1:]])
     return drafted
 
 

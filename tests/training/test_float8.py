@@ -31,7 +31,8 @@ def test_products_forward_and_back_are_within_their_rounding():
 def drafter(width=64, **norms):
     layer = SimpleNamespace(self_attn=torch.nn.Module(), mlp=torch.nn.Module())
     layer.mlp.up_proj = torch.nn.Linear(64, width, bias=False)
-    flags = {"fc_norm": False, "norm_before_fc": False, "norm_output": False} | norms
+    flags = {"fc_norm": False, "norm_before_fc": False, "norm_output": False,
+             "norm_before_residual": False} | norms
     return SimpleNamespace(layers=[layer], config=SimpleNamespace(**flags))
 
 

@@ -29,7 +29,8 @@ def speculators_loss(model, batch, steps):
         return model(**inputs, ttt_steps=steps, loss_config=resolve("kl_div"))[1:]
 
 
-@pytest.mark.parametrize("norms", [(), ("fc_norm",), ("norm_output",), ("norm_before_fc", "norm_output")])
+@pytest.mark.parametrize("norms", [(), ("fc_norm",), ("norm_output",), ("norm_before_fc", "norm_output"),
+                                   ("norm_before_residual", "norm_output")])
 def test_loss_and_gradients_are_those_of_speculators(parts, norms):
     build, store, samples = parts
     ours, theirs = build(norms=norms), build(norms=norms)
